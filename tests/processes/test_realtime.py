@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import signal
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class Talk:
         )
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def talking(server: Server) -> AsyncIterator[Talk]:
     async with (
         openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120) as client,
@@ -270,6 +271,27 @@ async def test_turns_of_speech_are_found_and_answered(server: Server) -> None:
             await talk.until("conversation.item.done")
         done, _ = await talk.respond()
         assert done.usage.input_token_details.audio_tokens > 20
+
+
+async def test_every_api_server_accepts_a_client_secret(tiny: Path, tmp_path: Path) -> None:
+    flags = ["--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2", "--api-key", "a-key"]
+    with Server(tiny, tmp_path / "server.log", flags) as running:
+        async with openai.AsyncOpenAI(base_url=running.base_url, api_key="a-key", max_retries=0) as client:
+            made = await client.realtime.client_secrets.create(
+                session={"type": "realtime", "instructions": "Be brief."}
+            )
+        async with contextlib.AsyncExitStack() as sessions:
+            for _ in range(4):  # the server with the fewest connections takes the next
+                browser = openai.AsyncOpenAI(base_url=running.base_url, api_key=made.value, max_retries=0)
+                await sessions.enter_async_context(browser)
+                connection = await sessions.enter_async_context(browser.realtime.connect(model=MODEL))
+                created = await asyncio.wait_for(connection.recv(), timeout=60)
+                assert created.session.instructions == "Be brief."
+            with urllib.request.urlopen(running.base_url.replace("/v1", "/metrics"), timeout=60) as page:
+                text = page.read().decode()
+        lines = [line for line in text.splitlines() if line.startswith("vllm_omni_ext:realtime_sessions{")]
+        servers = [line for line in lines if float(line.rpartition(" ")[2]) == 4]
+        assert len(servers) == 1, lines
 
 
 async def test_a_shutdown_ends_the_session_with_a_reason(server: Server) -> None:
