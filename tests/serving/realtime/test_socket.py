@@ -26,7 +26,7 @@ from PIL import Image
 from tests.serving.conftest import MODEL
 from tests.support.realtime import Checker, silence
 from tests.support.scripted import ScriptedOmni, sound
-from vllm_omni_ext.config.schema import Limits
+from vllm_omni_ext.config import schema
 from vllm_omni_ext.errors import PromptTooLong, StageUnavailable
 from vllm_omni_ext.modalities.sound import pcm16
 from vllm_omni_ext.serving.limits import media
@@ -195,7 +195,7 @@ async def test_the_prompt_has_the_sound_as_it_was_sent(address: str, engine: Scr
 async def test_each_response_has_its_own_budget_of_pixels(
     address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = replace(engine.plan, config=replace(engine.plan.config, limits=Limits(max_request_pixels=64 * 64 + 100)))
+    plan = replace(engine.plan, config=replace(engine.plan.config, limits=schema.Limits(max_request_pixels=64 * 64 + 100)))
     monkeypatch.setattr(engine, "plan", plan)
     file = io.BytesIO()
     Image.new("RGB", (64, 64)).save(file, "PNG")
