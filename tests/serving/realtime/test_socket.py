@@ -195,7 +195,9 @@ async def test_the_prompt_has_the_sound_as_it_was_sent(address: str, engine: Scr
 async def test_each_response_has_its_own_budget_of_pixels(
     address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = replace(engine.plan, config=replace(engine.plan.config, limits=schema.Limits(max_request_pixels=64 * 64 + 100)))
+    plan = replace(
+        engine.plan, config=replace(engine.plan.config, limits=schema.Limits(max_request_pixels=64 * 64 + 100))
+    )
     monkeypatch.setattr(engine, "plan", plan)
     file = io.BytesIO()
     Image.new("RGB", (64, 64)).save(file, "PNG")
