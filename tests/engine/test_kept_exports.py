@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.schedulers import runner_output, stage_config
@@ -264,3 +264,14 @@ def test_a_reset_of_the_prefix_cache_frees_kept_hidden_states(
 def test_an_engine_without_prefix_cache_keeps_nothing(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = scheduler_of(config, monkeypatch, mib=1, caching=False)
     assert all(not step[3] for step in run(scheduler, request("a", PROMPT, SPANS)))
+
+
+def test_an_aborted_request_leaves_no_part_of_a_block(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = scheduler_of(config, monkeypatch, mib=1)
+    for each in (request("short", [1] * 10, []), request("a", PROMPT, SPANS)):
+        scheduler.add_request(each)
+    output = scheduler.schedule()
+    assert output.kept.keep == {"a": [(32, 54, 0)]}, "the step ends within the block"
+    scheduler.update_from_output(output, runner_output(["short", "a"], [[5], []]))
+    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.schedule().kept.free == [0] and scheduler._kept.rows == 0
