@@ -336,7 +336,7 @@ def test_no_message_comes_between_a_message_and_its_descriptors(
 
     def interrupt() -> None:
         sending.wait(WITHIN_S)
-        running.servers._tell_servers()
+        running.servers._send_states()
 
     monkeypatch.setattr(api_servers, "send_descriptors", interrupted)
     other = threading.Thread(target=interrupt)

@@ -158,16 +158,18 @@ class ApiServers:
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """A replica is gone; `again` if it will be restarted."""
         (self._starting.add if again else self._starting.discard)(replica)
-        self.forgotten(replica)
+        self._about.pop(replica, None)
+        self._ready_responses.pop(replica, None)
+        self._deployment.unlisten(replica)
         with self._changing:
             self._changes.replica_ended(replica)
         self._broadcast(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """A replica's name is free again."""
-        self._about.pop(replica, None)
-        self._ready_responses.pop(replica, None)
-        self._deployment.unlisten(replica)
+        """A replica's name is free again, unless another replica of this name is starting already."""
+        if self._about.pop(replica, None) is not None:
+            self._ready_responses.pop(replica, None)
+            self._deployment.unlisten(replica)
 
     # -- when an API server dies ---------------------------------------------------------------------------------
 
