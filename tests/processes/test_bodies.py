@@ -37,9 +37,11 @@ class Gaps:
     """The longest time between two lines of a stream.
 
     Attributes:
+        since: time from which gaps count. Before it this process makes the body, and its threads read nothing.
         waited: seconds in which a process of the server was ready and had no core, the longest of all processes.
     """
 
+    since: float = 0.0
     longest: float = 0.0
     waited: float = 0.0
     tokens: int = 0
@@ -77,7 +79,7 @@ class Api:
                 last = None
                 for _ in answer.iter_lines():
                     now = time.monotonic()
-                    self._gaps.longest = max(self._gaps.longest, now - (last or now))
+                    self._gaps.longest = max(self._gaps.longest, now - max(last or now, self._gaps.since))
                     self._gaps.tokens += 1
                     last = now
                     if self._stop.is_set():
@@ -90,8 +92,8 @@ class Api:
         """The answer, its time in seconds, the growth of memory in MB, and the gaps of the chats."""
         self._files.joinpath("clear_refs").write_text("5")  # the high-water mark of its memory is its memory now
         before = self.kib("VmRSS")
-        self._gaps.longest, self._gaps.tokens = 0.0, 0
         began, waits = time.monotonic(), waited(self._processes, all_threads=True)
+        self._gaps.since, self._gaps.longest, self._gaps.tokens = began, 0.0, 0
         answer = self.http.post(path, content=body, headers={"content-type": "application/json"})
         took = time.monotonic() - began
         deadline = time.monotonic() + 30
