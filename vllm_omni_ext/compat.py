@@ -55,8 +55,9 @@ def supported() -> str:
 
 @cache
 def activate() -> None:
-    """Check that vLLM is supported, and the functions that are replaced; called before omni starts anything.
+    """Check the version of vLLM, and that the functions which this package replaces are as expected.
 
+    Called before omni starts a process.
     Further calls in a process do nothing.
     """
     source = VllmSource.installed()

@@ -159,7 +159,7 @@ class _Place:
 
     @classmethod
     def of(cls, weights: Weights, projected: Tensor, normed: Tensor, position: int) -> _Place:
-        """`projected` and `normed` are [positions, batch, width]."""
+        """Return the weights and buffers of one position; `projected` and `normed` are [positions, batch, width]."""
         normed_heads, head_dim = weights.layers[0].head_scale.shape
         kv_heads, heads = weights.kv_heads, normed_heads - weights.kv_heads
         qkv, flat, batch = projected[position], normed[position], projected.shape[1]

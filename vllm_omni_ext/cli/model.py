@@ -52,7 +52,7 @@ def architecture(model: str, hf_config: Any) -> str:
 def model_facts(
     model: str, family: ModelFamily, hf_config: Any, params: Mapping[str, Any], text_args: Mapping[str, Any]
 ) -> ModelFacts:
-    """Facts of the checkpoint about its stages.
+    """Return the facts that the planner needs of each stage: weight sizes, context length, default parameters.
 
     Args:
         params: default parameters by stage.

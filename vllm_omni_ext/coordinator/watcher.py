@@ -1,4 +1,6 @@
-"""An API server's client of the coordinator: receives views and tracks the age of the newest one."""
+"""An API server's client of the coordinator: receives views (the states of all replicas) and tracks the age
+of the newest view.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts the hidden states that a stage exports out of each step's output. Requests that export nothing cost nothing."""
+"""Extracts from each step's output the hidden states that a stage exports. A step without exports does no work here."""
 
 from __future__ import annotations
 

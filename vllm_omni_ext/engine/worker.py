@@ -76,9 +76,10 @@ def _v1_order(runner: Any) -> list[str]:
 
 
 def _unlink_queues(name: str, rank: int) -> None:
-    """Unlink the shared memory of vLLM's CPU collectives, which vLLM leaves behind; the mappings stay.
+    """Unlink the shared memory files of vLLM's CPU collectives, which vLLM does not remove; mappings stay valid.
 
-    Only groups with this rank: all their ranks have mapped it when one has initialized its device.
+    Files of groups that contain this rank are unlinked. Every rank of such a group has mapped the file before any of
+    them has initialized its device.
 
     Args:
         name: beginning of the names, of one engine.

@@ -104,12 +104,12 @@ class Verdict:
 
 
 def judge(suite: Suite, run: Run, first: Run, baseline: Run | None, alike: bool) -> Verdict:
-    """Return the verdict on a server.
+    """Return whether a server's run of the suite passes, with the reasons.
 
     Args:
-        first: the run of the first server.
+        first: the run of the first server, with which the others are compared.
         baseline: an earlier run of the suite.
-        alike: every answer must be that of the first server.
+        alike: each answer must equal the first server's.
     """
     score, problems = estimate(list(run.scores().values())), []
     if score.mean < suite.threshold:

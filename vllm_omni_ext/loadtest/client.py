@@ -42,7 +42,7 @@ class Request:
         return self.prompts[number % len(self.prompts)] if self.prompts else None
 
     def sound(self, number: int) -> Any:
-        """Return the sound of a request; None if there is none."""
+        """Return the input sound of the request with this number; None if its input is text."""
         return self.sounds[number % len(self.sounds)] if self.sounds else None
 
 

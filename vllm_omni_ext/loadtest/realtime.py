@@ -63,7 +63,7 @@ def read_turn(file: Path) -> Turn:
 
 
 class Realtime:
-    """Spoken turns, `Turn`s of the request; texts if it has none.
+    """Load client of the Realtime API: sends the request's turns as sound, or its texts if it has no turns.
 
     Args:
         speed: of the spoken input, 1.0 is real time; 0: at once.

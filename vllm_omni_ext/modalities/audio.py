@@ -111,7 +111,7 @@ class Audio(Modality):
     body_fields = (AUDIO, AUDIO_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[AudioEncoding, Mapping[str, Any]]:
-        """Read `audio` and `audio_in_content`; the voice is a request field."""
+        """Return the encoding in `audio` and `audio_in_content`, and the request's field with the voice of `audio`."""
         audio = body.get(AUDIO)
         audio = {} if audio is None else audio
         if not isinstance(audio, dict):

@@ -95,7 +95,7 @@ class Admission:
         return key
 
     def expect(self, ticket: Ticket) -> str:
-        """Announce a request; returns the key for its `extra_args[TICKET]`.
+        """Register a request before it is submitted; return the key for its `extra_args[TICKET]`.
 
         Raises:
             RequestError: the options cannot be met.

@@ -50,7 +50,9 @@ class Replica(Protocol):
 
 
 class Orchestrator:
-    """One per API server; runs in its event loop.
+    """Sends requests through the stages of their flows: assigns replicas, sends inputs, receives outputs.
+
+    There is one in each API server; it runs in its event loop.
 
     Args:
         runtime: decodes the tensors of stage outputs.
@@ -58,7 +60,7 @@ class Orchestrator:
         replicas: all replicas, by id.
         requests: builds engine requests.
         observer: records requests and replicas; None: nothing is recorded.
-        failed: called for every request that fails, of any kind.
+        failed: called for every failed request.
     """
 
     def __init__(

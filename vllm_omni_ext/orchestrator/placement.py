@@ -1,8 +1,8 @@
 """Placement of requests: bound to a replica, waiting for a replica, or waiting for input. Pure.
 
 A request that was on a replica when the replica was lost is a suspect: it may have ended the replica's process. Each
-replica gets one suspect at a time, so that a request that ends its replica's process again is identified. The other
-suspects wait. After `TRIAL_OUTPUTS` outputs, or with the second loss at the end of the stage, the trial is over.
+replica runs one suspect at a time (a trial), so that a second lost process identifies the request; other suspects wait.
+A trial ends after `TRIAL_OUTPUTS` outputs, with the end of the stage, or with a second loss.
 """
 
 from __future__ import annotations

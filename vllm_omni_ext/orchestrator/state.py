@@ -185,7 +185,7 @@ class RequestObserver:
         """The request has failed in a stage."""
 
     def ended(self, trace: RequestTrace | None, outcome: Outcome) -> None:
-        """The request has ended."""
+        """Record the end of a request; called once, with its outcome."""
 
     def waiting(self, stage: str, requests: int) -> None:
         """So many requests wait for a replica of a stage."""

@@ -206,7 +206,7 @@ class ForwardFlow:
         self._frontend = frontend
 
     def begin(self) -> list[Action]:
-        """Forward the client's request."""
+        """Start the flow: send the client's request to the frontend stage."""
         return [Forward(self._frontend)]
 
     def handle(self, event: Produced) -> list[Action]:

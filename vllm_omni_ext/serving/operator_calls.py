@@ -108,7 +108,7 @@ router = APIRouter()
 
 
 def add_routes(app: FastAPI, adapters: APIRouter) -> None:
-    """Replace vLLM's routes of the same paths with ours; endpoints that vLLM does not offer are left out."""
+    """Replace vLLM's routes of the same paths with ours; routes that this vLLM server does not have are not added."""
     stock = {getattr(route, "path", None) for route in app.router.routes}
     own: dict[Any, Any] = {route.path: route for route in (*router.routes, *adapters.routes) if route.path in stock}  # type: ignore[attr-defined]
     app.router.routes[:] = [

@@ -156,9 +156,9 @@ def from_keywords(
 
 
 def named_stages(plan: Plan) -> list[StagePlan]:
-    """Return the stages whose parameters are a field of a request, with the stage's name.
+    """Return the stages whose parameters a request may set, in a field named after the stage.
 
-    The frontend is left out if it takes vLLM's sampling parameters: vLLM reads those from the request itself.
+    A frontend that takes vLLM's sampling parameters is not one of them: vLLM reads those from the request itself.
     """
     frontend = plan.frontend().model_stage
     stages = plan.model_stages()

@@ -314,7 +314,7 @@ class HeadConnection:
         self._replica_connections.loop.remove_reader(self._control.fileno())
 
     def send(self, message: messages.Message) -> None:
-        """Send a message to the head; if the head has ended, this process is about to end too."""
+        """Send a message to the head. It is dropped if the head has ended: this process ends too."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send_bytes(messages.encode(message))
 

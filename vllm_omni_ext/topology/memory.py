@@ -161,7 +161,7 @@ def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -
 
 
 def nominal_need(share: float) -> Need:
-    """The need on a nominal device of a replica whose stage has this `gpu_share`."""
+    """Return the memory on a device of nominal size that a replica needs whose stage has this `gpu_share`."""
     return Need(kv_token=round(share * NOMINAL_SHARE), block_tokens=1)
 
 
@@ -291,7 +291,7 @@ class Sheet:
 
     @property
     def visible(self) -> int:
-        """Bytes of the device that a process sees; `gpu_memory_utilization` is a part of them."""
+        """Total bytes that the device reports to a process; `gpu_memory_utilization` is a fraction of them."""
         return max(0, self.device_bytes - DRIVER_BYTES)
 
     @property

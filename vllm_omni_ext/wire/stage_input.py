@@ -83,7 +83,7 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     Attributes:
         stream: name of the stream, unique for each attempt.
-        part: counts from 0, or END.
+        part: index of the part in its stream, from 0, or END.
         last: the stream ends with this part.
         empty: the prompt is `FILLER`.
         payload: the plugin's message as decoded msgpack.

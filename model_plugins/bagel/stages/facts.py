@@ -41,7 +41,7 @@ STEP_HIDDEN = 6
 def facts(
     hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
 ) -> dict[str, StageFacts]:
-    """Return the facts of each stage.
+    """Return the facts that the planner needs of each stage: weight sizes, context length, default parameters.
 
     Args:
         hf_config: the Hugging Face config of the whole model.

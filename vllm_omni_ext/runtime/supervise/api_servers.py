@@ -166,7 +166,7 @@ class ApiServers:
         self._broadcast(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """A replica's name is free again, unless another replica of this name is starting already."""
+        """Drop the state of a removed replica here and in the API servers, unless its id is in use again."""
         if self._about.pop(replica, None) is not None:
             self._ready_responses.pop(replica, None)
             self._deployment.unlisten(replica)

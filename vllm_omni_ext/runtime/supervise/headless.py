@@ -125,7 +125,7 @@ class HeadClient:
         self._closing.set()
 
     def listen(self, slot: ReplicaId) -> Sequence[tuple[str, str]]:
-        """Have the head accept one replica. Returns the addresses it connects to.
+        """Register one replica with the head; return the addresses to which the replica connects.
 
         Raises:
             Refused: the head refuses it.
@@ -175,12 +175,13 @@ class HeadClient:
             self._send(Gone(ticket=place.joined.ticket, reason=reason[:200], again=again, log=log[:LONGEST_PATH]))
 
     def name_of(self, slot: ReplicaId) -> ReplicaId:
-        """The name that the head gave a replica last; its name here before it has joined."""
+        """Return the id that the head assigned to the replica last, or the local id before the replica has joined."""
         return self._names.get(slot, slot)
 
     def unknown_to_head(self) -> list[ReplicaId]:
-        """Report all replicas as present. Return and drop those that the head refuses: it has removed them, or is
-        another head.
+        """Report all replicas of this process to the head; drop and return those that the head rejects.
+
+        A head rejects replicas that it has removed. A restarted head rejects all replicas of the head before it.
         """
         for place in self.places.values():
             self._send(place.present)
@@ -216,7 +217,7 @@ class HeadClient:
                     yield FROM_HEAD.decode(self._socket.recv())
 
     def identity(self, slot: ReplicaId) -> ReplicaIdentity:
-        """The identity of the process of a replica."""
+        """Return the identity that a replica's process gets: its id, and the address of the coordinator."""
         joined = self.places[slot].joined
         return ReplicaIdentity(
             stage=slot.stage,

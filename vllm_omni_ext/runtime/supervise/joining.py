@@ -133,7 +133,7 @@ class Expected:
 
     @classmethod
     def of(cls, plan: Plan) -> Expected:
-        """The values of a plan."""
+        """Return the values of a plan that a joining replica must have too."""
         stages = {stage.name: config_hash(plan, stage.name) for stage in plan.stages}
         return cls(model=model_identity(plan.model), version=__version__, stages=stages)
 

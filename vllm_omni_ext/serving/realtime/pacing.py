@@ -47,7 +47,7 @@ class Pacer:
         return max(0.0, self._player.sound - self._player.unplayed(now)) * MS
 
     def remaining_ms(self, now: float) -> float:
-        """Return the sent sound that is not played; 0 after `cancel`."""
+        """Return the milliseconds of sent sound that are not played yet; 0 after `cancel`."""
         return 0.0 if self._cancelled_ms is not None else self._player.unplayed(now) * MS
 
     def cancel(self, now: float) -> float:

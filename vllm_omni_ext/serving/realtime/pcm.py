@@ -127,7 +127,7 @@ class Resampler:
         self._filter: Any = None
 
     def write(self, samples: Samples, *, last: bool = False) -> Samples:
-        """Convert float32 samples [n]; with `last` also those that the filter keeps, and begin another stream."""
+        """Return float32 samples [n] at the output rate; `last` adds those in the filter, and resets it."""
         if self._source == self._target:
             return samples
         self._read += len(samples)
