@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from vllm.multimodal import audio
 
 from dev import pages
 from vllm_omni_ext import environment, patching, resampling
@@ -201,7 +200,7 @@ def test_cuda_builds_next_to_a_torch_for_the_cpu_are_mistakes(packages):
 @pytest.mark.parametrize("installed", ["scipy", "av", None])
 def test_sound_is_converted_with_a_package_that_works(monkeypatch, installed):
     monkeypatch.setattr(resampling, "find_spec", lambda name: object() if name in (installed, "soxr") else None)
-    monkeypatch.setattr(audio, "resample_audio_soxr", Mock(side_effect=OSError("libsoxr.so.0")))
+    monkeypatch.setitem(resampling.METHODS, "soxr", ("soxr", Mock(side_effect=OSError("libsoxr.so.0"))))
     parser = SimpleNamespace(audio_resampler=SimpleNamespace(method="torchaudio"))
     processor = SimpleNamespace(data_parser=parser, info=SimpleNamespace(data_parser=parser))
     resampling.use_available(SimpleNamespace(mm_processor=processor))
