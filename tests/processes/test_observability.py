@@ -273,7 +273,7 @@ def test_top(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     before = Client(server.base_url).sample()
-    assert [(row.replica, row.state, row.restarts) for row in rows(before, before)] == [
+    assert [(row["id"], row["state"], row["restarts"]) for row in rows(before, before)] == [
         (f"{name}/0", "UP", 0) for name in STAGES
     ]
     assert commands.main(["top", "--url", server.base_url, "--interval", "0.2", "--once"]) == 0
@@ -281,7 +281,7 @@ def test_top(
     assert all(f"{name}/0" in told for name in STAGES) and "tokens/s" in told
     assert "audio seconds 0.00/s" in told, "an idle server makes nothing"
     now = Client(server.base_url).sample()
-    assert all(row.tokens_per_s == 0.0 for row in rows(before, now) if row.replica != "code2wav/0")
+    assert all(row["tokens_per_s"] == 0.0 for row in rows(before, now) if row["id"] != "code2wav/0")
 
 
 def test_health(server: Server) -> None:

@@ -9,7 +9,7 @@ import io
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1))
+        server.capture_signals = nullcontext  # type: ignore[method-assign]  # those of this process stay as they are
         task = asyncio.create_task(server.serve(sockets=[sock]))
         try:
             yield f"127.0.0.1:{sock.getsockname()[1]}"
