@@ -1,7 +1,7 @@
-"""ZeroMQ sockets of the control plane, and their keys, which are computed from a shared secret, or none.
+"""Makes the ZeroMQ sockets of the control plane. They use CURVE keys if the deployment has a shared secret.
 
-With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. One key pair is used by all sockets that listen
-and one by all sockets that connect. Both are computed from the secret, so only the secret must be distributed:
+With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. All sockets that listen use one key pair, all
+sockets that connect another. Both pairs are computed from the secret, so only the secret must be distributed:
 private key = blake2b(scrypt(secret), person = the role), public key = the matching curve point. A client without the
 secret cannot compute the server's public key. CURVE never sends that key and needs it to connect, so the key alone
 keeps unauthorized clients out. The coordinator and the join server also check the client's key (`zap_reply`).
@@ -21,7 +21,7 @@ from zmq.utils import z85
 from vllm_omni_ext.errors import ConfigError, OmniError
 
 SHORTEST_SECRET = 16
-"""Bytes, without blanks at both ends. `openssl rand -hex 32` makes a good secret."""
+"""Least length of a secret in bytes, without blanks at both ends. `openssl rand -hex 32` prints a suitable secret."""
 
 _SALT = b"vllm-omni-ext coordinator 1"
 _COST, _BLOCK = 2**14, 8
@@ -38,7 +38,7 @@ _ZAP_DOMAIN = b"coordinator"
 
 @dataclass(frozen=True, repr=False)
 class KeyPair:
-    """Public and private key as Z85 text."""
+    """A CURVE key pair. Both keys are Z85 text (40 bytes)."""
 
     public: bytes
     private: bytes
@@ -46,7 +46,7 @@ class KeyPair:
 
 @dataclass(frozen=True, repr=False)
 class Keys:
-    """The two key pairs computed from a secret."""
+    """The key pairs of listening sockets (`server`) and of connecting sockets (`client`)."""
 
     server: KeyPair
     client: KeyPair
@@ -67,7 +67,7 @@ class Keys:
 
     @classmethod
     def derive(cls, secret: bytes) -> Keys:
-        """Compute the key pairs; ConfigError if the secret has fewer than `SHORTEST_SECRET` bytes."""
+        """Compute both key pairs; ConfigError if the secret has fewer than `SHORTEST_SECRET` bytes."""
         secret = secret.strip()
         if len(secret) < SHORTEST_SECRET:
             raise ConfigError(f"coordinator secret: must have at least {SHORTEST_SECRET} bytes, got {len(secret)}")
@@ -77,7 +77,7 @@ class Keys:
 
     @classmethod
     def read(cls, file: str | None) -> Keys | None:
-        """Return the keys of the secret in a file; None without a file. ConfigError if the file cannot be read."""
+        """Compute the keys from the secret in a file; None without a file. ConfigError if the file cannot be read."""
         if file is None:
             return None
         try:
@@ -87,14 +87,14 @@ class Keys:
 
 
 def as_client(socket: zmq.Socket[Any], keys: Keys | None) -> None:
-    """Prepare a socket that connects to the coordinator."""
+    """Set the client's CURVE options on a socket that has not connected yet; does nothing if `keys` is None."""
     if keys is not None:
         for option, value in keys.connecting.items():
             socket.setsockopt(option, value)
 
 
 def zap_reply(request: Sequence[bytes], keys: Keys | None) -> list[bytes]:
-    """The reply to a ZAP request: a client may connect if its key is the client key of `keys`."""
+    """Return the reply to a ZAP request: 200 if the peer's CURVE key is the client key of `keys`, else 400."""
     version, number, _domain, _address, _identity, mechanism, *credentials = request
     accepted = keys is not None and mechanism == b"CURVE" and credentials == [z85.decode(keys.client.public)]
     status, text = (b"200", b"OK") if accepted else (b"400", b"unknown key")
@@ -104,14 +104,14 @@ def zap_reply(request: Sequence[bytes], keys: Keys | None) -> list[bytes]:
 Socket: TypeAlias = "zmq.Socket[Any]"
 
 PING_MS = 5_000
-"""Interval of libzmq's heartbeats: a host that loses power or network closes no connection."""
+"""Interval of libzmq's heartbeats. They detect a host without power or network, which closes no connection."""
 
 PEER_GONE_MS = 30_000
-"""A connection that received nothing for this time is closed; the connecting side makes it again."""
+"""libzmq closes a connection on which nothing arrives for this time. The connecting side then reconnects."""
 
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 1_000
-"""First and longest pause before a lost connection is made again."""
+"""First and longest pause before a socket reconnects."""
 
 
 def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, queued: int) -> Socket:
@@ -119,7 +119,7 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
 
     Args:
         limit: longest frame in bytes; libzmq disconnects a peer that sends a longer one.
-        queued: messages that are queued for a slow peer.
+        queued: most messages that are queued for a slow peer.
     """
     socket = _socket(context, kind, address, limit)
     socket.sndhwm = queued
@@ -138,19 +138,19 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
 def connect(
     context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, watched: int = 0
 ) -> Socket:
-    """Return a socket that connects to `address` and reconnects; OmniError if the address is invalid.
+    """Return a socket that connects to `address`, and reconnects after a loss; OmniError if the address is invalid.
 
     Args:
-        watched: events that its `get_monitor_socket()` reports, including those of the first attempt.
+        watched: libzmq event flags that `get_monitor_socket()` reports, also for the first connection attempt.
     """
     socket = _socket(context, kind, address, limit)
     as_client(socket, keys)
     socket.reconnect_ivl = RECONNECT_MS
     socket.reconnect_ivl_max = LONGEST_RECONNECT_MS
     if kind in (zmq.DEALER, zmq.PUSH):
-        socket.immediate = True  # queues nothing while disconnected: an old heartbeat is worthless
+        socket.immediate = True  # queues nothing while disconnected: an outdated heartbeat must not be sent
     if kind == zmq.SUB:
-        socket.conflate = True  # only the newest view counts; must be set before connecting
+        socket.conflate = True  # keeps the newest view only; must be set before connecting
         socket.subscribe(b"")
     if watched:
         socket.get_monitor_socket(watched)
@@ -165,7 +165,7 @@ def connect(
 def _socket(context: zmq.Context[Any], kind: int, address: str, limit: int) -> Socket:
     socket: Socket = context.socket(kind)
     if "[" in address:
-        socket.ipv6 = True  # needed for IPv6 addresses; not always set, since a name or * would no longer mean IPv4
+        socket.ipv6 = True  # needed for IPv6 addresses; only then, because it changes names and * from IPv4 to IPv6
     socket.linger = 0
     socket.maxmsgsize = limit
     socket.heartbeat_ivl = PING_MS

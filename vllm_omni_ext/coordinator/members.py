@@ -1,4 +1,7 @@
-"""Messages to the coordinator, its views for API servers, and the changes between views. No I/O."""
+"""Messages of replicas to the coordinator, views of the coordinator, and the changes between two views. No I/O.
+
+A view is the coordinator's message to API servers with the states of all replicas.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ class State(enum.Enum):
 
 
 ATTACHED = frozenset({State.UP, State.SUSPECT, State.DRAINING})
-"""In these states a replica's requests continue."""
+"""States in which the requests of a replica continue."""
 
 
 class Member(Struct, frozen=True, order=True):
-    """A replica's name and its epoch, printed `talker/1#7`. The head gives every process of a replica both.
+    """One process of a replica: the replica's name and an epoch, printed `talker/1#7`. The head assigns both.
 
-    The epoch distinguishes replicas that had the same name: a later one has a larger epoch.
+    The epoch distinguishes the processes that had the same name: a later process has a larger epoch.
     """
 
     stage: Name
@@ -52,19 +55,19 @@ class Member(Struct, frozen=True, order=True):
 
     @property
     def id(self) -> ReplicaId:
-        """The replica's name."""
+        """The replica's name, without the epoch."""
         return ReplicaId(self.stage, self.index)
 
     def __str__(self) -> str:
         return f"{self.id}#{self.epoch}"
 
     def proof(self, key: str) -> str:
-        """The text that shows that the head, which has the key, has given this name."""
+        """Return the HMAC (hex) of name and epoch with the head's key. It proves that the head assigned them."""
         return hmac.digest(key.encode(), str(self).encode(), "sha256").hex()
 
 
 class Entry(Struct, frozen=True):
-    """One replica in a view. `load` is None without a recent report."""
+    """The state of one replica in a view. `load` is None if the replica has sent no recent heartbeat."""
 
     member: Member
     state: State
@@ -72,9 +75,9 @@ class Entry(Struct, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Replica to coordinator: a sign of life. The coordinator numbers the reports itself.
+    """Replica to coordinator: the replica is alive and has this load. The coordinator sets `load.report`.
 
-    `proof` is `Member.proof`, which no view contains.
+    `proof` is the result of `Member.proof`; views do not contain it.
     """
 
     member: Member
@@ -83,7 +86,10 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """A replica ends, after its requests (`drain`) or now. Sent by the replica, its headless node, or the head."""
+    """To the coordinator: remove a replica, now or (`drain`) once its requests have ended.
+
+    Sent by the replica, its headless node, or the head.
+    """
 
     member: Member
     drain: bool = True
@@ -91,12 +97,12 @@ class Leave(Message, frozen=True, tag="leave"):
 
 
 class View(Message, frozen=True, kw_only=True, tag="view"):
-    """Coordinator to API servers: all replicas at one moment, in order.
+    """Coordinator to API servers: the states of all replicas, sorted by name.
 
     Attributes:
-        generation: grows with every start of the coordinator.
-        settled: false while live replicas may not yet have sent a heartbeat to a new coordinator.
-        timeout_s: loads in a view older than this must not be used.
+        generation: larger after every start of the coordinator.
+        settled: false while live replicas may not yet have sent a heartbeat to a restarted coordinator.
+        timeout_s: API servers must not use the loads of a view that is older than this.
         dropped: malformed messages that the coordinator has dropped.
         pid: process id of the coordinator; 0 if unknown.
     """
@@ -116,7 +122,7 @@ VIEWS: Channel[View] = Channel(msgspec.msgpack.Decoder(View), MAX_VIEW_BYTES)
 
 
 class Attach(Struct, frozen=True):
-    """A replica can be used, for the first time or again."""
+    """Change: a replica is attached (its state is in `ATTACHED`), for the first time or again."""
 
     member: Member
 
@@ -126,14 +132,14 @@ LEFT = "it has left"
 
 
 class Detach(Struct, frozen=True):
-    """The requests of a replica are lost."""
+    """Change: a replica is not attached any more; its requests are lost."""
 
     member: Member
     reason: str
 
 
 class Forget(Struct, frozen=True):
-    """A replica's name is free; its metrics labels and connections can be removed."""
+    """Change: the coordinator has removed a replica; the replica's metrics labels and connections can be removed."""
 
     member: Member
 
@@ -142,7 +148,7 @@ Change: TypeAlias = Attach | Detach | Forget
 
 
 class ViewDiff:
-    """The replicas in the last view. A subscriber may miss views: each view is compared with the last one it received.
+    """Keeps the last received view, and returns the changes of the next one. A subscriber may miss views in between.
 
     The views of a restarted coordinator list only the replicas that have sent it a heartbeat. Until such a view is
     `settled`, replicas of earlier views keep their state, without a load.
@@ -153,7 +159,7 @@ class ViewDiff:
         self._kept: dict[ReplicaId, Entry] = {}
 
     def take(self, view: View) -> list[Change]:
-        """Apply the next view. Return the changes: first the replicas that left, then those that came."""
+        """Store the next view. Return the changes since the last view, sorted: `Detach`, `Forget`, `Attach`."""
         before = self.view
         if before is not None and before.generation != view.generation:
             self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
@@ -171,7 +177,7 @@ class ViewDiff:
         return replace(view, replicas=tuple(sorted(all_entries, key=lambda entry: entry.member)))
 
     def without_loads(self) -> View | None:
-        """The last view is too old: keep its replicas, drop their loads."""
+        """Remove the loads from the last view, because the view is too old. Return the view; None before the first."""
         if self.view is not None:
             self.view = replace(self.view, replicas=_unloaded(self.view.replicas))
         return self.view
@@ -183,7 +189,7 @@ def _unloaded(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[Change]:
     if [(e.member, e.state) for e in before] == [(e.member, e.state) for e in after]:
-        return []  # most views differ in loads only; comparing is much cheaper than hashing
+        return []  # most views differ in loads only, and comparing costs less than hashing
     was, now = {e.member: e.state for e in before}, {e.member: e.state for e in after}
     attached_before, attached = _attached(was), _attached(now)
     found: list[Change] = [
@@ -199,7 +205,7 @@ def _attached(states: dict[Member, State]) -> dict[Member, State]:
 
 
 def apply_view(pool: StagePool, view: View) -> None:
-    """Open, avoid or drain the replicas of a pool and publish their loads, as in the view.
+    """Set the replicas of a pool to their states in the view (open, avoided, draining) and publish their loads.
 
     Replicas that are not in the pool are ignored: `Attach` adds them and `Detach` removes them.
     """

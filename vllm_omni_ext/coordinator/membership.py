@@ -1,19 +1,20 @@
-"""State machine of the replicas of a deployment: messages in, views out. No I/O, no threads, no clock.
+"""State machine of the replicas of a deployment: receives messages, returns views. No I/O, no threads, no clock.
 
-    first heartbeat --> UP --3 beats missed--> SUSPECT --timeout--> DOWN --long gone--> forgotten
+    first heartbeat --> UP --3 beats missed--> SUSPECT --timeout--> DOWN --11 timeouts--> removed
                         ^ <----heartbeat-----' |                      |
                         '<-----heartbeat (attached again)-------------'
-    any state --leave--> DRAINING --empty, silent or too slow--> forgotten
+    any state --leave--> DRAINING --no requests, no heartbeats, or drain time over--> removed
 
-A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. The head gives every process of a
-replica its name (`talker/1`), an epoch, and a proof of both (`Names`). In the coordinator (`Membership`) a message
-counts only with the proof, and a heartbeat is the only registration. So a coordinator that is started again finds all
-replicas by their heartbeats, and messages of another deployment have no effect. Of two replicas of one name the one
-with the larger epoch counts. A replica that has left does not return; one that was silent may.
+A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. The head (`Names`) assigns every
+process of a replica its name (`talker/1`), an epoch, and a proof of both. The coordinator (`Membership`) ignores
+messages without the proof. A heartbeat registers its replica; there is no other registration. So a restarted
+coordinator finds all replicas by their heartbeats, and messages of another deployment have no effect. Of two processes
+with one name, the coordinator keeps the one with the larger epoch. A replica that has left does not return. A replica
+that missed heartbeats may return.
 
-Times are seconds of one monotonic clock, passed in by the caller. Only `tick` lets time pass: a delayed caller first
-passes in the messages that have arrived, then ticks. A late tick (see `deadline`) extends all deadlines, so that a
-delay of the coordinator is not counted as silence of the replicas.
+Times are seconds of one monotonic clock, passed in by the caller. Only `tick` applies deadlines: a delayed caller first
+passes in the messages that have arrived, then calls `tick`. A late tick (see `deadline`) extends all deadlines, so that
+a delay of the coordinator is not counted as missing heartbeats.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
 
 BEATS_PER_TIMEOUT = 5
-"""Heartbeats in one timeout: four may be lost or late."""
+"""Heartbeats that a replica sends in one timeout: four may be lost or late."""
 
 LONGEST_INTERVAL_S = 1.0
-"""Heartbeats carry the load, so they are sent at least this often however long the timeout is."""
+"""Longest time between two heartbeats, also for a long timeout, because heartbeats carry the load."""
 
 MISSED_BEATS = 3
-"""A replica that missed this many heartbeats is avoided."""
+"""A replica that missed this many heartbeats is SUSPECT."""
 
 KEPT_TIMEOUTS = 10
-"""A silent replica keeps its name for this many timeouts, unless another needs it."""
+"""A replica that is DOWN is removed after this many timeouts, or earlier if another process gets its name."""
 
 PUBLISH_GAP_S = 0.1
-"""Least time between two publications (vLLM's own coordinator publishes at this pace)."""
+"""Least time between two published views; vLLM's own coordinator uses the same."""
 
 MAX_REPLICAS = 4096
 """Most replicas of one stage."""
@@ -49,10 +50,10 @@ MAX_REPLICAS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Everything that is derived from the heartbeat timeout. All in seconds.
+    """The heartbeat timeout, and the time limits that are computed from it. All in seconds.
 
     Attributes:
-        timeout_s: a replica that is silent for this time is down.
+        timeout_s: a replica without heartbeats for this time is DOWN.
         drain_s: time that a leaving replica has to finish its requests.
     """
 
@@ -61,26 +62,26 @@ class Timing:
 
     @property
     def interval_s(self) -> float:
-        """Time between two heartbeats, and the longest time between two publications."""
+        """Time between two heartbeats, and the longest time between two published views."""
         return min(self.timeout_s / BEATS_PER_TIMEOUT, LONGEST_INTERVAL_S)
 
     @property
     def suspect_s(self) -> float:
-        """Silence after which a replica is avoided; shorter than the timeout."""
+        """Time without heartbeats after which a replica is SUSPECT; shorter than the timeout."""
         return MISSED_BEATS * self.interval_s
 
     @property
     def forget_s(self) -> float:
-        """Silence after which a replica's name is free."""
+        """Time without heartbeats after which a replica is removed."""
         return (1 + KEPT_TIMEOUTS) * self.timeout_s
 
 
 class Names:
-    """The names of all replicas, in the head. Every process of a replica gets a name with a new epoch.
+    """Assigns names to the processes of replicas, each time with a new epoch; used by the head.
 
     Args:
         key: the head's key for proofs.
-        planned: names of the replicas that the head starts itself, which no other replica gets.
+        planned: names of the replicas that the head starts itself. `give_free` does not assign them.
     """
 
     def __init__(self, key: str, planned: Iterable[ReplicaId]) -> None:
@@ -90,12 +91,12 @@ class Names:
         self._members: dict[ReplicaId, Member] = {}
 
     def give(self, replica: ReplicaId) -> Member:
-        """Give a name to a process that is going to start. An earlier process of that name does not count any more."""
+        """Assign a name to a process that is going to start. It replaces an earlier process of that name."""
         member = self._members[replica] = Member(replica.stage, replica.index, next(self._epochs))
         return member
 
     def give_free(self, stage: str, before: int | None) -> Member | None:
-        """Give the name with the index `before` if it is free, else the lowest free one; None if there is none."""
+        """Assign the index `before` of a stage if it is free, else the lowest free index; None if none is free."""
         taken = self._members.keys() | self._planned
         indices = (*(() if before is None else (before,)), *range(MAX_REPLICAS))
         free = (name for index in indices if index < MAX_REPLICAS and (name := ReplicaId(stage, index)) not in taken)
@@ -103,16 +104,16 @@ class Names:
         return None if found is None else self.give(found)
 
     def get(self, replica: ReplicaId) -> Member | None:
-        """The process that has a name; None if the name is free."""
+        """Return the process to which a name is assigned; None if the name is free."""
         return self._members.get(replica)
 
     def free(self, member: Member) -> None:
-        """Free a name, unless a later process has it."""
+        """Free the name of a process, unless the name is assigned to a later process."""
         if self._members.get(member.id) == member:
             del self._members[member.id]
 
     def proof(self, member: Member) -> str:
-        """The proof that this head has given a name."""
+        """Return the proof that this head has assigned a name and epoch (see `Member.proof`)."""
         return member.proof(self._key)
 
 
@@ -120,7 +121,7 @@ class Names:
 class _Record:
     member: Member
     last_seen: float
-    """Last sign of life."""
+    """Arrival of the last message; later if the coordinator was delayed."""
     state: State = State.UP
     leaving: float = math.inf
     """When the replica began to leave."""
@@ -129,7 +130,13 @@ class _Record:
 
 
 class Membership:
-    """The state machine. `key` is the head's for proofs; `generation` is larger than any earlier coordinator's."""
+    """The state machine in the coordinator.
+
+    Args:
+        key: the head's key for proofs.
+        generation: larger than that of any earlier coordinator.
+        at: the current time.
+    """
 
     def __init__(self, key: str, timing: Timing, *, generation: int, at: float) -> None:
         self._key = key
@@ -139,19 +146,19 @@ class Membership:
         """Until then, replicas of an earlier coordinator may send their first heartbeat to this one."""
         self._records: dict[ReplicaId, _Record] = {}
         self._left: dict[ReplicaId, int] = {}
-        """By name: the largest epoch of a replica that has left, and therefore does not return."""
+        """By name: the largest epoch that has left. Heartbeats of this epoch or a smaller one are ignored."""
         self._changed = True
         self._published = -math.inf
         self._expiry = math.inf
-        """Before this time no replica changes its state by silence."""
+        """Before this time no replica changes its state because of missing heartbeats."""
 
     def receive(self, message: ToCoordinator, at: float) -> None:
-        """Handle one message, which arrived at `at`."""
+        """Apply one message that arrived at the time `at`. A message with a wrong proof or an old epoch is ignored."""
         member = message.member
         if not hmac.compare_digest(message.proof.encode(), member.proof(self._key).encode()):
             return
         record = self._records.get(member.id)
-        if record is None or record.member.epoch <= member.epoch:  # otherwise a late message of an earlier replica
+        if record is None or record.member.epoch <= member.epoch:  # otherwise a late message of an earlier process
             match message:
                 case Heartbeat():
                     self._heartbeat(message, record, at)
@@ -159,7 +166,7 @@ class Membership:
                     self._leave(message, record, at)
 
     def tick(self, at: float) -> View | None:
-        """Let time pass. Returns the view to publish if one is due."""
+        """Apply the deadlines up to the time `at`. Return the view to publish; None if none is due."""
         late = at - self.deadline()
         if late > self._timing.interval_s:
             self._extend_deadlines(at, late)
@@ -173,12 +180,12 @@ class Membership:
         return self.view(at)
 
     def deadline(self) -> float:
-        """When the next `tick` is due."""
+        """Return the time at which the next `tick` is due."""
         wait = PUBLISH_GAP_S if self._changed else self._timing.interval_s
         return min(self._expiry, self._published + wait)
 
     def view(self, at: float) -> View:
-        """All replicas and their current states."""
+        """Return a view with the current states of all replicas."""
         records = sorted(self._records.values(), key=lambda record: record.member)
         return View(
             generation=self._generation,
@@ -200,7 +207,7 @@ class Membership:
         if record.state is not State.DRAINING:
             self._enter(record, State.UP)
         elif message.load.queue == 0 and at >= record.leaving + self._timing.interval_s:
-            # Not earlier: API servers without a view in which it leaves may have sent it requests.
+            # Not earlier: API servers that have not received the state DRAINING may have sent it requests.
             self._forget(record)
 
     def _leave(self, message: Leave, record: _Record | None, at: float) -> None:
@@ -214,7 +221,7 @@ class Membership:
             self._enter(record, State.DRAINING)
 
     def _extend_deadlines(self, at: float, late: float) -> None:
-        """The coordinator was delayed: do not count that time, plus one interval, as silence of any replica."""
+        """Extend all deadlines by `late`, the coordinator's delay in seconds, plus one interval."""
         for record in self._records.values():
             record.last_seen = min(at, record.last_seen + late + self._timing.interval_s)
 
@@ -231,7 +238,7 @@ class Membership:
         self._expiry = min(self._expiry, self._state_deadline(record))
 
     def _state_deadline(self, record: _Record) -> float:
-        """The time until which a replica may stay in its state without a sign of life."""
+        """Return the time at which a replica that sends no further message leaves its state."""
         timing = self._timing
         match record.state:
             case State.UP:
@@ -257,5 +264,5 @@ class Membership:
 
 
 def _recent(record: _Record) -> Load | None:
-    """The load of a replica that sends heartbeats; None if it is silent."""
+    """Return the load of a replica that sends heartbeats; None if it misses heartbeats."""
     return record.load if record.state in (State.UP, State.DRAINING) else None

@@ -1,7 +1,7 @@
-"""A replica's client of the coordinator: sends the replica's load as heartbeats, and a message at its end.
+"""A replica's client of the coordinator: sends the replica's load as heartbeats, and `Leave` when the replica ends.
 
-Everything runs in a thread of its own, so that the engine's loop never waits for the network. The coordinator may
-start later than the replica, and may restart: the socket connects again, and the next heartbeat registers the replica.
+The client runs in its own thread, so that the engine's loop never waits for the network. The coordinator may start
+later than the replica, and may restart: the socket reconnects, and the next heartbeat registers the replica.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Message, encode
 from vllm_omni_ext.pool.load import Load
 
 RETRY_S = 0.2
-"""A heartbeat that could not be sent is followed by another after this time, or the interval if that is shorter."""
+"""Pause after a heartbeat that could not be sent; the heartbeat interval if that is shorter."""
 
 FAREWELL_MS = 200
-"""How long sending the last message may take when the replica ends."""
+"""Time limit for sending `Leave` when the replica ends."""
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Reporter:
         address: the coordinator's `events` address.
         member: the replica's name and epoch; `proof` is the head's proof of both.
         load: called in the reporter's thread before each heartbeat. If it returns None, the engine is not responding
-            and no heartbeat is sent. If it raises, the error is logged and the last load is sent: a replica whose
-            statistics fail still works.
+            and no heartbeat is sent. If it raises, the error is logged and the last load is sent: only the statistics
+            have failed, not the replica.
         interval_s: time between two heartbeats.
         keys: needed if the coordinator has a secret.
     """
@@ -65,7 +65,7 @@ class Reporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Report the end, and end the thread, in a fraction of a second; a second call does nothing."""
+        """Send `Leave` and end the thread, in a fraction of a second; a second call does nothing."""
         self._ending.set()
         if self._thread.ident is None:  # never started
             self._context.destroy(linger=0)
@@ -86,7 +86,7 @@ class Reporter:
     def _read_load(self) -> Load | None:
         try:
             load = self._load()
-        except Exception:  # any error here is one of the statistics, not of the replica
+        except Exception:  # the statistics have failed, not the replica
             log.exception("the load of %s cannot be read; its last one is reported", self._member)
             return self._last_load
         self._last_load = load or self._last_load

@@ -1,4 +1,4 @@
-"""The coordinator's process: membership behind two sockets. Control plane only: no request passes through it.
+"""The coordinator's process: receives the messages of replicas and publishes views. No request passes through it.
 
 One thread sleeps until a message arrives or the membership's next deadline. A PULL socket receives the replicas'
 messages; a PUB socket publishes views. No input can stop the process: malformed messages are counted and dropped,
@@ -34,13 +34,13 @@ TRUSTED = ("tcp://127.", "tcp://[::1]:", "ipc:")
 """Prefixes of addresses that are reachable from this machine only."""
 
 READ_AT_ONCE = 1024
-"""Most messages between two ticks: a flood must not keep the coordinator from detecting silence."""
+"""Most messages that are received between two ticks, so that a flood of messages does not delay the deadlines."""
 
 QUEUED_VIEWS = 4
-"""Views that are queued for a slow subscriber; further views are dropped, and it receives a later one."""
+"""Most views that are queued for a slow subscriber. Further views are dropped; the subscriber receives a later view."""
 
 QUEUED_ANSWERS = 64
-"""Answers to handshakes that are queued."""
+"""Most replies to authentication requests (ZAP) that are queued."""
 
 MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects a peer that sends a longer frame, before the frame is in memory."""
@@ -56,8 +56,8 @@ class CoordinatorConfig:
     """Settings of a coordinator.
 
     Attributes:
-        events: ZeroMQ address for replicas. Anything but loopback should have a secret.
-        views: ZeroMQ address for API servers.
+        events: ZeroMQ address to which replicas send. An address that other hosts reach should have a secret.
+        views: ZeroMQ address from which API servers receive views.
         secret_file: file with the shared secret, see `keys`; None: every process may connect.
         key: the head's key for `Member.proof`.
     """
@@ -70,7 +70,7 @@ class CoordinatorConfig:
 
 
 class Coordinator:
-    """The sockets and the membership. Use as a context manager."""
+    """Receives messages at one ZeroMQ socket and publishes views at another. Use as a context manager."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         keys = Keys.read(config.secret_file)
@@ -99,7 +99,7 @@ class Coordinator:
         self._context.destroy(linger=0)
 
     def serve(self, control: Connection) -> None:
-        """Run until the other end of `control` is closed or sends anything."""
+        """Run until the other end of `control` is closed or sends a message."""
         poller = zmq.Poller()
         for source in (self._zap, self._events, control.fileno()):
             poller.register(source, zmq.POLLIN)
@@ -144,7 +144,7 @@ class Coordinator:
 
 
 def run(config: CoordinatorConfig, control: Connection) -> None:
-    """Body of the coordinator's process; `listening` reads the message that it sends on `control`.
+    """Run the coordinator in its process. It sends its addresses or an error text on `control`, for `listening`.
 
     The process ends when the other end of `control` is closed, so that it never outlives its parent. It ignores the
     terminal's SIGINT, which the parent handles.
@@ -160,7 +160,7 @@ def run(config: CoordinatorConfig, control: Connection) -> None:
 
 
 def listening(control: Connection, timeout_s: float) -> tuple[str, str]:
-    """Wait until the coordinator at the other end listens; return its addresses (events, views).
+    """Wait until the coordinator at the other end of `control` listens; return its addresses (events, views).
 
     Raises:
         OmniError: the coordinator failed to start.

@@ -19,7 +19,7 @@ from vllm_omni_ext.coordinator.members import VIEWS, Change, View, ViewDiff
 from vllm_omni_ext.encoding import MAX_VIEW_BYTES, Malformed
 
 BUSY_S = 1.0
-"""A later event loop was busy, or its process was stopped: messages that have arrived get time to be read."""
+"""An event loop that wakes up later than this was busy, or its process was stopped. Such a wait is not counted."""
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class Watcher:
     """An asynchronous iterator over (view, changes since the last view).
 
-    When no view has arrived for the coordinator's timeout, the last view is yielded once more without loads: its
-    replicas are still the best guess, its loads are outdated. The coordinator may restart meanwhile.
+    If no view arrives within `View.timeout_s`, the last view is yielded once more, without its outdated loads. The
+    iteration continues when the coordinator has restarted.
 
     Args:
         address: the coordinator's `views` address.
@@ -42,13 +42,13 @@ class Watcher:
         self._received_at = -math.inf
         self._stale = True
         self._delayed = 0.0
-        """Seconds since the last view in which this process did not read: they are no silence of the coordinator."""
+        """Seconds since the last view in which this process was delayed; not counted in the coordinator's timeout."""
         self._context = zmq.asyncio.Context()
         self._socket: Any = connect(self._context, zmq.SUB, address, keys, limit=MAX_VIEW_BYTES)
 
     @property
     def view(self) -> View | None:
-        """The newest view; None before the first."""
+        """The last view; None before the first."""
         return self._follower.view
 
     def age(self) -> float:
@@ -94,7 +94,7 @@ class Watcher:
         raise StopAsyncIteration
 
     def _wait_ms(self) -> float | None:
-        """Milliseconds until the view is too old; None if it is already, or if there is none."""
+        """Return the milliseconds until the last view is too old; None if it is too old already or none has arrived."""
         if self._stale or self.view is None:
             return None
         return max(0.0, math.ceil((self.view.timeout_s + self._delayed - self.age()) * 1000))
@@ -107,7 +107,7 @@ class Watcher:
         return self._follower.without_loads()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; the iteration ends."""
         self._context.destroy(linger=0)
 
 

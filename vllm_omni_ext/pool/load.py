@@ -1,4 +1,4 @@
-"""Load reports of replicas, and the estimate of a replica's current load."""
+"""Defines the load reports of replicas, and estimates a replica's current load from its last report."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Load:
         return self.waiting + self.running
 
     def within_bounds(self) -> Load:
-        """Return the load with each field clamped to the range that can be sent."""
+        """Return the load with each field clamped to the range that a message allows."""
         kv_usage = min(1.0, max(0.0, self.kv_usage))  # 0.0 also for NaN
         return Load(max(0, self.waiting), max(0, self.running), kv_usage, max(0, self.report), self.asleep)
 
 
 HALF_FULL = 0.5
-"""KV usage above which waiting requests count more: below it they start at once (as in vLLM's own balancer)."""
+"""KV usage above which waiting requests weigh more. Below, they start at once (as in vLLM's own balancer)."""
 
 PRESSURE = 6.0
-"""Extra weight per unit of KV usage above `HALF_FULL`: with a full cache a waiting request counts four times."""
+"""Extra weight per unit of KV usage above `HALF_FULL`: with a full cache a waiting request weighs 4 instead of 1."""
 
 
 def estimate(published: Load | None, at_publication: int, own: int, clients: int) -> float:

@@ -1,4 +1,4 @@
-"""Routing within one stage: picks a replica for a request. Pure."""
+"""Routing within one stage: chooses the replica of a request. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Random:
 
 
 class RoundRobin:
-    """Picks each replica in turn, beginning at position `start`, which is different in each API server."""
+    """Picks the replicas in turn, from position `start`, which is different in each API server."""
 
     def __init__(self, start: int = 0) -> None:
         self._turn = start
@@ -49,7 +49,7 @@ class RoundRobin:
 
 
 class LeastQueueLength:
-    """Picks the least loaded replica; equally loaded ones take turns from position `start`, so that all are used."""
+    """Picks the least loaded replica. Replicas with equal load are picked in turn, from position `start`."""
 
     def __init__(self, start: int = 0) -> None:
         self._turn = start
@@ -64,7 +64,7 @@ class LeastQueueLength:
 POLICIES: Mapping[str, Callable[[int], Policy]] = dict(
     zip(LB_POLICIES, (LeastQueueLength, lambda start: Random(), RoundRobin), strict=True)
 )
-"""Constructor of each policy; its argument is the index of the API server that will use the policy."""
+"""Policy name -> constructor, whose argument is the index of the API server that uses the policy."""
 
 
 def policy(name: str = DEFAULT, start: int = 0) -> Policy:
@@ -78,12 +78,12 @@ Why: TypeAlias = Literal["affinity", "policy", "only"]
 """Reason of a routing decision: an earlier request, the policy, or that only one replica was available."""
 
 SLACK = 16.0
-"""Affinity is ignored if the replica has this many requests more than the least loaded one: a cache hit is worth a
-short queue, not a long one."""
+"""Affinity is ignored if its replica has this many requests more than the least loaded replica, because a longer queue
+costs more than a cache hit saves."""
 
 
 REMEMBERED = 8192
-"""Sessions and media items that one stage's pool keeps; the least recently used are dropped first."""
+"""Most sessions and media items that one stage's pool keeps; the least recently used are dropped first."""
 
 _DIGEST_BYTES = 16
 """Keys are stored as digests: clients choose the text, which may be long."""
@@ -98,7 +98,7 @@ class StagePool:
     Args:
         changed: called with the number of requests that a replica has, whenever that number changes.
         clients: number of API servers, each with a pool of its own over the same replicas.
-        affinity: the replicas of earlier sessions and media items.
+        affinity: maps earlier sessions and media items to replicas.
         decided: called for every routing decision, with its reason.
     """
 
@@ -134,12 +134,12 @@ class StagePool:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether an awake replica takes requests, so that a new request need not wait."""
+        """Whether an awake replica is open or avoided, so that a new request need not wait."""
         return bool(self._awake(self._open) or self._awake(self._avoided))
 
     @property
     def open_replicas(self) -> tuple[ReplicaId, ...]:
-        """The replicas that a new request may get: open ones or, if there are none, avoided ones."""
+        """The replicas that a new request may get: open ones, else avoided ones. Sleeping ones only if none is awake."""
         return tuple(self._candidates())
 
     def admit(
@@ -149,12 +149,12 @@ class StagePool:
         media: Sequence[str] = (),
         among: Collection[ReplicaId] | None = None,
     ) -> ReplicaId:
-        """Choose the replica of a new request; `release` must follow when the request has ended there.
+        """Choose the replica of a new request. The caller must call `release` when the request has ended there.
 
         Args:
-            session: requests of one session go to one replica, as far as its load allows.
+            session: requests of one session are sent to one replica, unless its load exceeds the least by `SLACK`.
             media: cache keys of the request's media items; a replica that has processed one of them is preferred.
-            among: only these replicas may get it; None: all.
+            among: the replicas that may be chosen; None: all.
 
         Raises:
             StageUnavailable: no replica takes requests.
@@ -195,21 +195,20 @@ class StagePool:
         self._count(replica, -1)
 
     def load(self, replica: ReplicaId) -> float:
-        """Estimated requests in a replica, of all API servers; of one that takes no new ones, those of this one."""
+        """Return the estimated requests of all API servers in an open replica; else those of this API server."""
         return self._open.get(replica, float(self._requests.get(replica, 0)))
 
     def in_flight(self, replica: ReplicaId) -> int:
-        """Requests of this API server in a replica; UnknownMember if it is not in the pool."""
+        """Return the requests of this API server in a replica; UnknownMember if the replica is not in the pool."""
         if replica not in self._requests:
             known = ", ".join(map(str, self._requests)) or "none"
             raise UnknownMember(f"no replica '{replica}' in the pool of '{self.stage}'; live: {known}")
         return self._requests[replica]
 
     def publish(self, loads: Mapping[ReplicaId, Load]) -> None:
-        """Replace the replicas' last reports; a replica that is not in `loads` has no report any more.
+        """Replace the load reports of all replicas; a replica that is not in `loads` has no report any more.
 
-        The first time a report is seen, the requests of this API server in the replica are recorded with it; see
-        `estimate`.
+        With each new report, the number of this API server's requests in the replica is stored; see `estimate`.
 
         Raises:
             UnknownMember: a replica is not in the pool; nothing is changed.
@@ -224,7 +223,7 @@ class StagePool:
                 self._weigh(replica)
 
     def add(self, replica: ReplicaId) -> None:
-        """Open a replica: a new, avoided or draining one.
+        """Open a replica that is new, avoided or draining.
 
         Raises:
             UnknownMember: the replica belongs to another stage.
@@ -239,7 +238,7 @@ class StagePool:
         self._weigh(replica)
 
     def avoid(self, replica: ReplicaId) -> None:
-        """Send a replica no new requests while other replicas are open; UnknownMember if it is not in the pool."""
+        """Send a replica no new requests while others are open; UnknownMember if the replica is not in the pool."""
         self.drain(replica)
         self._avoided[replica] = 0.0
         self._weigh(replica)
@@ -264,7 +263,7 @@ class StagePool:
         return replica in self._asleep
 
     def remove(self, replica: ReplicaId) -> None:
-        """Remove a replica, with its requests; UnknownMember if it is not in the pool."""
+        """Remove a replica and the count of its requests; UnknownMember if the replica is not in the pool."""
         self.drain(replica)
         self.mark_awake(replica)
         self._affinity.remove(replica)
@@ -285,10 +284,10 @@ class StagePool:
 
 
 class Affinity:
-    """The replicas of the last requests of sessions, and with media items; of bounded size.
+    """Maps each session and each media item (keys) to the replica that got the last request with it.
 
     Args:
-        limit: most keys that are kept.
+        limit: most keys that are kept; the least recently used are dropped first.
     """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
@@ -299,7 +298,7 @@ class Affinity:
         return len(self._places)
 
     def places(self, keys: Sequence[bytes]) -> Iterator[ReplicaId]:
-        """Replicas to which requests with these keys were sent, in the order of the keys."""
+        """Yield the replicas to which the last requests with these keys were sent, in the order of the keys."""
         return (self._places[key] for key in keys if key in self._places)
 
     def remember(self, keys: Sequence[bytes], replica: ReplicaId) -> None:
@@ -311,13 +310,13 @@ class Affinity:
             self._places.popitem(last=False)
 
     def remove(self, replica: ReplicaId) -> None:
-        """Drop all keys of a replica that is gone: its caches are lost."""
+        """Drop all keys of a replica that is removed, because its caches are lost."""
         for key in [key for key, place in self._places.items() if place == replica]:
             del self._places[key]
 
 
 def keys(session: str | None, media: Sequence[str]) -> tuple[bytes, ...]:
-    """Return the keys of a request in order of preference: its session, then its media items."""
+    """Return the affinity keys of a request, the preferred first: its session, then its media items."""
     named = [] if session is None else [("session", session)]
     return tuple(_digest(kind, text) for kind, text in (*named, *(("media", item) for item in media)))
 

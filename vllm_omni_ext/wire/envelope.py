@@ -1,7 +1,7 @@
-"""Messages in a tensor. An engine's output has room for one tensor and nothing else besides its tokens.
+"""Packs messages into tensors, because an engine's output can contain tokens and one tensor, and nothing else.
 
-A message is a magic prefix and the msgpack of a tagged Struct, in a one-dimensional uint8 tensor. Any other tensor,
-also a uint8 one without the prefix (an image), is data of the model.
+A message is a magic prefix and the msgpack of a tagged Struct, in a one-dimensional uint8 tensor. Every other tensor,
+also a uint8 tensor without the prefix (an image), is data of the model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 MAGIC = b"vllm-omni-msg/1\x00"
-"""Prefix of 16 bytes; random pixels are equal to it with a probability of 2**-128."""
+"""Prefix of 16 bytes. The probability that random pixels equal the prefix is 2**-128."""
 
 
 class StageError(msgspec.Struct, frozen=True, array_like=True, tag="error"):
@@ -39,7 +39,7 @@ class HiddenStatesChunkReady(msgspec.Struct, frozen=True, kw_only=True, array_li
         name: name of the request at the producer.
         first: index of the chunk's first hidden state among all that the request exports.
         count: hidden states in the chunk.
-        failed: why the chunk could not be put; "" if it was put.
+        failed: error text if the chunk could not be put; "" if it was put.
     """
 
     source: str

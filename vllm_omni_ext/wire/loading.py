@@ -1,4 +1,4 @@
-"""State of a starting replica, which its process sends to its parent: datagrams on a unix socket."""
+"""Sends the state of a starting replica from its process to the parent process, as datagrams on a Unix socket."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 import socket
 
 VARIABLE = "OMNI_LOADING"
-"""The environment variable with the socket's path and the replica's name, separated by a blank."""
+"""Name of the environment variable with the socket's path and the replica's name, separated by a blank."""
 
 SEND_WITHIN_S = 0.2
-"""How long sending a report may wait: the system queues few datagrams."""
+"""Longest wait for sending a report, in seconds; the system queues few datagrams."""
 
 
 def variable(path: str, replica: str) -> dict[str, str]:
-    """Return the environment variable for a replica's process."""
+    """Return the environment variable that a replica's process needs for `report`."""
     return {VARIABLE: f"{path} {replica}"}
 
 
 def report(state: str) -> None:
-    """Send the state of this process's replica. Without the variable, or if no process listens, this does nothing."""
+    """Send the state of this process's replica. Does nothing without the variable, or if no process listens."""
     path, _, replica = os.environ.get(VARIABLE, "").rpartition(" ")
     if path:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

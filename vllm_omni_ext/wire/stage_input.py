@@ -1,8 +1,9 @@
-"""Input for a stage inside vLLM's own request messages (msgpack; never pickle). Pure.
+"""Defines the input for a stage that is sent in vLLM's own request messages (msgpack; never pickle). Pure.
 
 A flow opens a request with an ordinary ADD whose `SamplingParams.extra_args` contain a `StageInput` under `INPUT`. A
-later chunk is another ADD with the same request id and a `StageInput` under `CHUNK`. A part of a stream is a separate
-request with a `PartHeader`, under `PART` in `extra_args` or as `PoolingParams.extra_kwargs`.
+later chunk is another ADD with the same request id and a `StageInput` under `CHUNK`. A stream is sent as a sequence of
+parts. Each part is a separate request with a `PartHeader`, under `PART` in `extra_args` or as
+`PoolingParams.extra_kwargs`.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ PART = "omni_part"
 EXPORT = "omni_export"
 """Prompt ranges [start, stop) of a forwarded request whose hidden states another stage needs."""
 TICKET = "omni_ticket"
-"""Ticket with which the frontend finds a request's options; never leaves the API server."""
+"""Key with which `Admission` finds a request's options; not sent to replicas."""
 ABORT_CLIENT = "omni_forget"
-"""Marks a message that is not a request: it ends the requests that a dead API server sent before a given time."""
+"""Marks a message that makes a replica abort the requests that a dead API server sent before a given time."""
 RESUMED = "omni_resumed"
-"""How many tokens at the end of a forwarded request's prompt a lost replica had generated."""
+"""Number of tokens at the end of a forwarded request's prompt that a lost replica had generated."""
 RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, ABORT_CLIENT, RESUMED})
 """Keys of `extra_args` that a client must not set."""
 
 END = -1
-"""Part number of a request that only ends its stream."""
+"""Part index of a request that only ends its stream."""
 
 FILLER = [0]
 """Prompt of a part without tokens: vLLM accepts no empty prompt."""
 
 
 class HiddenStatesRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The first `count` hidden states of a request can be read from the producer at `source`, under `name`."""
+    """Location of the first `count` hidden states of a request: the producer's address `source`, and their `name`."""
 
     source: str
     name: str
@@ -45,12 +46,12 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One chunk of a request's input for a stage, with the fields of `plugins.flow.Open` and `Extend`.
 
     Attributes:
-        prompt_positions: how many (more) positions of the prompt have their input; None = all of them.
-        step_inputs: how many (more) positions after the prompt have their input.
+        prompt_positions: number of (further) prompt positions whose input is complete; None = all.
+        step_inputs: number of (further) positions after the prompt whose input is complete.
         last: no chunk follows.
         hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of another stage.
-        hidden_states: where these hidden states can be read.
-        done: how many tokens at the end of the engine's prompt this stage has generated already.
+        hidden_states: location of these hidden states.
+        done: number of tokens at the end of the engine's prompt that this stage has generated already.
         payload: the plugin's message as decoded msgpack; the stage's worker converts it to the plugin's Struct.
         params: the stage's own parameters, if the stage defines a type for them.
     """
@@ -66,7 +67,7 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> tuple[StageInput, bool]:
-        """Return (input, whether it is a later chunk). A request without a `StageInput` has all its input."""
+        """Return the input, and whether it is a later chunk. A request without a `StageInput` is complete."""
         extra = extra_args or {}
         if CHUNK in extra:
             return msgspec.convert(extra[CHUNK], cls), True
@@ -74,12 +75,12 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def generated_before(extra_args: Mapping[str, Any]) -> int:
-    """Return how many tokens at the end of a request's prompt another replica of the stage has generated."""
+    """Return the number of tokens at the end of a request's prompt that another replica of the stage has generated."""
     return int(extra_args.get(RESUMED) or extra_args.get(INPUT, {}).get("done", 0))
 
 
 class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The stream and part that a request belongs to.
+    """The stream and the part of the stream that a request contains.
 
     Attributes:
         stream: name of the stream, unique for each attempt.
@@ -104,7 +105,7 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     @classmethod
     def of(cls, extra: Any) -> PartHeader:
-        """Read `extra_kwargs`; msgspec.ValidationError for anything else."""
+        """Return the header in `extra_kwargs`; msgspec.ValidationError if they are not a header."""
         return msgspec.convert(extra, cls)
 
     @classmethod
@@ -114,5 +115,5 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 def export_ranges(extra_args: Mapping[str, Any] | None) -> list[tuple[int, int]]:
-    """Prompt ranges [start, stop) whose hidden states another stage needs; empty for most requests."""
+    """Return the prompt ranges [start, stop) whose hidden states another stage needs; empty for most requests."""
     return [(int(a), int(b)) for a, b in (extra_args or {}).get(EXPORT, ())]
