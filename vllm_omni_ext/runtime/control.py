@@ -1,9 +1,9 @@
-"""Between the head and its API servers: messages and file descriptors in a pipe, counters in shared memory, and the
-state that operators change (sleeping replicas, and LoRA adapters that clients may name).
+"""Communication of the head with its API servers: messages and file descriptors in pipes, counters in shared memory.
 
-The head keeps this state; every API server has a copy. An API server sends an `OperatorChange` to the head, which sends
-it to all API servers; each applies it and returns `ChangeApplied`. When all have, the head sends `ChangeApplied` too,
-and the operator's call returns. Messages are tagged msgpack; never pickle.
+The head keeps the state that operators change: the sleeping replicas, and the LoRA adapters that requests may name.
+Every API server has a copy. To change the state, an API server sends an `OperatorChange` to the head. The head sends it
+to all API servers; each applies it and returns `ChangeApplied`. When all have returned it, the head sends
+`ChangeApplied` to all, and the operator's call returns. Messages are tagged msgpack; never pickle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm_omni_ext.ids import ReplicaId
 
 COME_WITHIN_S = 5.0
-"""Limit of the wait for descriptors after their message: they are sent directly after it."""
+"""Limit of the wait for file descriptors, in seconds. They are sent directly after the message that announces them."""
 
 NOT_ACCEPTING = 2**31 - 1
 """Load of an API server that accepts no connections, so that it is never the least loaded one (vLLM's launcher)."""
@@ -35,7 +35,7 @@ class Adapter(msgspec.Struct, frozen=True):
 
     Attributes:
         number: vLLM's `lora_int_id`, the adapter's id in engines.
-        base: name of the model it was made for, if given.
+        base: name of the adapter's base model, if given.
         three_d: vLLM's `is_3d_lora_weight`.
     """
 
@@ -51,20 +51,20 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicasSlept(_Tagged, frozen=True):
-    """Replicas are being put to sleep (`asleep`), or have been woken."""
+    """Change: replicas are being put to sleep (`asleep`), or have been woken."""
 
     replicas: tuple[ReplicaId, ...]
     asleep: bool
 
 
 class AdapterLoaded(_Tagged, frozen=True):
-    """Requests may name an adapter."""
+    """Change: requests may name an adapter."""
 
     adapter: Adapter
 
 
 class AdapterUnloaded(_Tagged, frozen=True):
-    """Requests may not name an adapter any more; also sent for adapters of the command line (`--lora-modules`)."""
+    """Change: requests may not name an adapter any more, also one of the command line (`--lora-modules`)."""
 
     name: str
 
@@ -73,7 +73,7 @@ Change = ReplicasSlept | AdapterLoaded | AdapterUnloaded
 
 
 class OperatorState(msgspec.Struct, frozen=True):
-    """All changes by operators since the start.
+    """The result of all changes by operators since the start.
 
     Attributes:
         asleep: replicas that sleep.
@@ -86,7 +86,7 @@ class OperatorState(msgspec.Struct, frozen=True):
     unloaded: frozenset[str] = frozenset()
 
     def after(self, change: Change) -> OperatorState:
-        """The state after a change."""
+        """Return the state with a change applied."""
         match change:
             case ReplicasSlept(replicas, asleep):
                 return replace(self, asleep=self.asleep | {*replicas} if asleep else self.asleep - {*replicas})
@@ -102,30 +102,30 @@ NOTHING_CHANGED = OperatorState()
 
 
 class OperatorChanges:
-    """The deployment's operator state in the head, and by id the API servers that have not applied a change yet."""
+    """The operator state in the head, and for each pending change the API servers that have not applied it yet."""
 
     def __init__(self) -> None:
         self.state = NOTHING_CHANGED
         self._missing: dict[str, set[int]] = {}
 
     def make(self, change_id: str, change: Change, servers: Iterable[int]) -> None:
-        """Make a change, which is to be sent to these API servers."""
+        """Apply a change to the state. It is pending until `applied` has been called for each of these API servers."""
         self.state = self.state.after(change)
         self._missing[change_id] = set(servers)
 
     def applied(self, server: int, change_id: str) -> list[str]:
-        """An API server has applied a change. Returns the ids of the changes that all have applied now."""
+        """Record that an API server has applied a change. Return the ids of the changes that are complete now."""
         self._missing.get(change_id, set()).discard(server)
         return self._complete()
 
     def server_lost(self, server: int) -> list[str]:
-        """An API server has died. Returns the ids of the changes that all others have applied."""
+        """Stop waiting for an API server that has died. Return the ids of the changes that are complete now."""
         for missing in self._missing.values():
             missing.discard(server)
         return self._complete()
 
     def replica_ended(self, replica: ReplicaId) -> None:
-        """A replica's process has ended; the next one is awake."""
+        """Mark a replica whose process has ended as awake, because its next process starts awake."""
         self.state = self.state.after(ReplicasSlept((replica,), asleep=False))
 
     def _complete(self) -> list[str]:
@@ -149,7 +149,7 @@ class ReplicaStarted(_Tagged, frozen=True):
 
 
 class ReplicaReady(_Tagged, frozen=True):
-    """Head to API server: a replica is ready. Two file descriptors follow, of the listeners it has connected to."""
+    """Head to API server: a replica is ready. The file descriptors of the two listeners it has connected to follow."""
 
     replica: ReplicaId
     host: str
@@ -160,7 +160,7 @@ class ReplicaReady(_Tagged, frozen=True):
 
 
 class ReplicaConnected(_Tagged, frozen=True):
-    """API server to head: the ready response of a connected replica. A restarted API server needs it."""
+    """API server to head: the ready response of a connected replica, for API servers that are restarted later."""
 
     replica: ReplicaId
     ready_response: bytes
@@ -190,7 +190,7 @@ class Servers(_Tagged, frozen=True):
 
 
 class ServerLost(_Tagged, frozen=True):
-    """Head to API server: another API server died at the Unix time `at`; the replicas must end its requests."""
+    """Head to API server: another one died at the Unix time `at` (seconds); replicas must abort its requests."""
 
     index: int
     at: float
@@ -201,7 +201,7 @@ class ServerReady(_Tagged, frozen=True):
 
 
 class OperatorChange(_Tagged, frozen=True):
-    """Both ways: an operator's change. `id` is unique."""
+    """API server to head, then head to all API servers: an operator's change. `id` is unique."""
 
     id: str
     change: Change
@@ -230,7 +230,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes) -> Message:
-    """Read one message; msgspec.DecodeError for anything else."""
+    """Decode one message; msgspec.DecodeError if the data is not a message."""
     message: Message = _decoder.decode(data)
     return message
 
@@ -244,7 +244,7 @@ def send_descriptors(pipe: Connection, descriptors: Sequence[int]) -> None:
 def receive_descriptors(pipe: Connection, count: int) -> list[int]:
     """Receive announced file descriptors. The caller must close them.
 
-    The descriptors may arrive a moment after their message, and an event loop that watches the pipe makes it
+    Waits for the descriptors, because they may arrive after their message and an event loop may have made the pipe
     non-blocking.
     """
     pipe.poll(COME_WITHIN_S)
@@ -253,7 +253,7 @@ def receive_descriptors(pipe: Connection, count: int) -> list[int]:
 
 
 class SharedCounters:
-    """Counters with one slot per API server, which writes its own; the head clears the slot of a dead one.
+    """Counters in shared memory. Each API server writes its own slot; the head clears the slot of a dead one.
 
     Attributes:
         loads: open connections per API server. The server with the fewest accepts the next connection.

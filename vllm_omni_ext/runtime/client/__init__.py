@@ -1,1 +1,1 @@
-"""Connections from an API server to replicas."""
+"""Connects API servers to replicas."""

@@ -1,4 +1,4 @@
-"""Calls of engine utilities (`collective_rpc`, `sleep`, ...): their replicas, and the replicas' answers."""
+"""Sends calls of engine utilities (`collective_rpc`, `sleep`, ...) to replicas, and combines the replicas' answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_omni_ext.runtime.client.replica_connections import ReplicaConnections
 from vllm_omni_ext.runtime.control import AdapterLoaded, AdapterUnloaded, Change, OperatorState, ReplicasSlept
 
 TIMEOUT_S = 600.0
-"""Default time that a replica may take for a call with `targets`."""
+"""Default time limit of each replica for a call with `targets`, in seconds."""
 
 SLEEP, WAKE, PROFILE = "sleep_async", "wake_up_async", "profile_async"
 PAUSE, RESUME = "pause_scheduler_async", "resume_scheduler_async"
@@ -54,11 +54,11 @@ def _in_all(values: list[Iterable[int]]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """The behaviour of one utility call in a deployment of several engines.
+    """The receivers and the answer of one utility call in a deployment of several engines.
 
     Attributes:
         fold: combines the answers of several replicas into the one that vLLM's caller expects; None: the first answer.
-        every_stage: the call reaches every stage; otherwise only the frontend, which has the model of vLLM's callers.
+        every_stage: the call is sent to every stage; otherwise to the frontend only, whose model vLLM's callers use.
         forgets_media: the call clears the engines' media caches, so this process must clear its own cache first.
         utility: name of the utility in vLLM's client; empty: the name of the call with `_async` appended.
         arguments: arguments that the utility takes before those of the call.
@@ -91,7 +91,7 @@ OPERATOR_CALLS: Mapping[str, OperatorCall] = {
     "collective_rpc": OperatorCall(_chained),
     "compute_weight_checksums": OperatorCall(_chained),
 }
-"""By the name of vLLM's method. Any other call reaches the frontend and returns the first replica's answer."""
+"""By the name of vLLM's method. Any other call is sent to the frontend and returns the first replica's answer."""
 
 _BY_UTILITY = {call.utility or f"{name}_async": call for name, call in OPERATOR_CALLS.items()}
 
@@ -102,8 +102,8 @@ class Calls:
     Args:
         replicas: the live replicas; the caller keeps the mapping up to date.
         pools: one per stage, in the order of the pipeline.
-        frontend: name of the stage of calls without targets that concern one model.
-        sides: the prefill and decode stages that callers address by one name, by that name.
+        frontend: name of the stage that receives calls without targets that concern one model.
+        sides: names of a prefill and a decode stage, by the common name that callers use for both.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Calls:
         self._frontends = next((tuple(each) for each in sides.values() if frontend in each), (frontend,))
 
     def resolve(self, targets: Sequence[str]) -> tuple[ReplicaId, ...]:
-        """The live replicas that `targets` (stage names and replica ids) name, each once, in the pipeline's order.
+        """Return the live replicas of `targets` (stage names and replica ids), each once, in the pipeline's order.
 
         Raises:
             UnknownMember: there is no such stage or live replica.
@@ -155,7 +155,7 @@ class Calls:
         return self._live(stages)
 
     def _live_frontend(self) -> tuple[ReplicaId, ...]:
-        """All live replicas of the frontend. Prefill replicas may be missing: decode replicas answer without them."""
+        """Return the live replicas of the frontend. Prefill replicas may be missing: decode replicas work without."""
         return self._live_of(self._frontend) and self._live(self._frontends)
 
     def is_text(self, stage: str) -> bool:
@@ -163,7 +163,7 @@ class Calls:
         return stage in self._frontends or self._frontend in self._sides.get(stage, ())
 
     def common(self, stages: Set[str]) -> str | None:
-        """The one stage, as callers name it, that all of these stages are or are sides of; None if there is none."""
+        """Return the only stage in `stages`, or the name whose prefill and decode sides they are; else None."""
         if len(stages) == 1:
             return next(iter(stages))
         return next((name for name, sides in self._sides.items() if stages <= {*sides}), None)
@@ -174,10 +174,10 @@ class Calls:
     async def to(
         self, targets: Sequence[str], utility: str, *args: Any, timeout_s: float | None = TIMEOUT_S
     ) -> Replies:
-        """Call a utility of vLLM's client in exactly the replicas that `targets` names.
+        """Call a utility of vLLM's client in the replicas of `targets`, and in no others.
 
         Args:
-            timeout_s: a replica that has not answered by then counts as failed; None: no limit.
+            timeout_s: a replica that has not answered after this time counts as failed; None: no limit.
 
         Raises:
             UnknownMember: there is no such stage or live replica; no replica was called.
@@ -186,7 +186,7 @@ class Calls:
         return await self._send(self.resolve(targets), utility, args, timeout_s)
 
     async def everywhere(self, utility: str, *args: Any, **named: Any) -> Any:
-        """Call all replicas of a call without targets, and return the one answer that vLLM's callers expect.
+        """Send a call without targets to all its replicas, and return the one answer that vLLM's callers expect.
 
         Args:
             named: arguments that vLLM passes by name, in the order of the utility's parameters; they follow `args`.
@@ -208,7 +208,7 @@ class Calls:
     async def _send(
         self, replicas: Sequence[ReplicaId], utility: str, args: tuple[Any, ...], timeout_s: float | None
     ) -> Replies:
-        if utility in (SLEEP, PAUSE):  # before the call, and also if it fails: vLLM pauses the engine first
+        if utility in (SLEEP, PAUSE):  # before the call, and also if the call fails: vLLM pauses the engine first
             await self.share(ReplicasSlept(tuple(replicas), asleep=True))
         answers = await asyncio.gather(*(_call(self._replicas[name], utility, args, timeout_s) for name in replicas))
         replies = dict(zip(replicas, answers, strict=True))
@@ -234,7 +234,7 @@ async def _call(replica: Replica, utility: str, args: tuple[Any, ...], timeout_s
 
 
 def _named_after(replica: ReplicaId, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of `profile_async` with the replica's name, so that replicas do not overwrite each other's files."""
+    """Return the arguments of `profile_async` with the replica's name in the prefix of the file, as each writes one."""
     start, prefix, *rest = (*args, None) if len(args) == 1 else args
     if not start:
         return args
@@ -243,12 +243,12 @@ def _named_after(replica: ReplicaId, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def failed(replies: Replies) -> list[ReplicaId]:
-    """The replicas that answered with an error or did not answer."""
+    """Return the replicas that answered with an error or did not answer."""
     return [replica for replica, reply in replies.items() if reply.error is not None]
 
 
 def _with_targets(name: str) -> Any:
-    """vLLM's method of that name, with the keywords `targets` and `timeout_s`."""
+    """Return vLLM's method of that name, extended by the keywords `targets` and `timeout_s`."""
     stock = getattr(AsyncLLM, name)
     signature = inspect.signature(stock)
 
@@ -271,7 +271,7 @@ def _with_targets(name: str) -> Any:
 
 
 def _tasks_of(model: type) -> tuple[SupportedTask, ...]:
-    """The tasks that vLLM's model runner reads from a loaded model that generates."""
+    """Return the tasks of a generating model's class, as vLLM's model runner reads them from a loaded model."""
     if getattr(model, "supports_transcription_only", False):
         return ("transcription",)
     found: dict[SupportedTask, bool] = {
@@ -283,26 +283,26 @@ def _tasks_of(model: type) -> tuple[SupportedTask, ...]:
 
 
 class TargetedLLM(AsyncLLM):
-    """Every method below is vLLM's and takes two more keywords.
+    """vLLM's `AsyncLLM`, whose utility methods below take two more keywords: `targets` and `timeout_s`.
 
-    `targets` are stage names and replica ids, e.g. ["talker", "code2wav/0"]. Then exactly these are called, and the
-    answer is a `Reply` for each of them, by `ReplicaId`, also if some replicas fail. A name that no stage or live
-    replica has raises UnknownMember, a stage without a live replica StageUnavailable, both before any replica is
-    called. `timeout_s` is each replica's time limit; a replica that has not answered by then counts as failed. The
-    `timeout` of `collective_rpc` is also its deadline.
+    `targets` are stage names and replica ids, e.g. ["talker", "code2wav/0"]. With `targets`, a method calls these
+    replicas only, and returns a `Reply` for each, by `ReplicaId`, also if some replicas fail. It raises UnknownMember
+    for a name that no stage or live replica has, and StageUnavailable for a stage without a live replica, both before
+    it calls any replica. `timeout_s` is the time limit of each replica; a replica that has not answered by then counts
+    as failed. The `timeout` of `collective_rpc` replaces `timeout_s`.
 
-    Without `targets` the answer is one value, as in vLLM, and a replica that fails raises CallFailed. Calls that
-    concern the deployment as a whole (sleeping, caches, profiles) then reach all stages; calls that concern a model
-    (`collective_rpc`, LoRA) reach all replicas of the frontend, which has the model of vLLM's callers.
+    Without `targets`, a method returns one value, as in vLLM, and raises CallFailed if a replica fails. Calls that
+    concern the whole deployment (sleeping, caches, profiles) are sent to all stages. Calls that concern a model
+    (`collective_rpc`, LoRA) are sent to all replicas of the frontend, whose model vLLM's callers use.
 
-    New requests go to awake replicas, and wait while a stage has none. Profiles are files with the replica's name.
+    New requests are sent to awake replicas, and wait while a stage has none. Each replica writes its own profiles.
     """
 
     replica_stats: ReplicaStats | None = None
     """vLLM's statistics of all replicas; None without `log_stats`."""
 
     submit: Callable[[Change], Awaitable[None]] | None = None
-    """Makes a change in all API servers; None: this process is the only one."""
+    """Applies a change in all API servers; None: this process is the only one."""
 
     collective_rpc = _with_targets("collective_rpc")
     sleep = _with_targets("sleep")
@@ -320,14 +320,14 @@ class TargetedLLM(AsyncLLM):
     pin_lora = _with_targets("pin_lora")
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        """The engine's tasks, as in vLLM; without a live replica of the frontend, those of its model's class."""
+        """Return the engine's tasks, as in vLLM; without a live frontend replica, the tasks of its model's class."""
         try:
             return await super().get_supported_tasks()
         except StageUnavailable:
             return _tasks_of(get_model_architecture(self.model_config)[0])
 
     def _follow_operators(self, state: OperatorState, replicas: ReplicaConnections) -> None:
-        """Begin with the changes of operators until now."""
+        """Set the operator state at the start, and the replicas to which later changes apply."""
         self.operator_state = state
         self.adapters_changed: Callable[[AdapterLoaded | AdapterUnloaded], None] = lambda change: None
         """Called with every adapter that was loaded or unloaded in any API server."""
@@ -335,14 +335,14 @@ class TargetedLLM(AsyncLLM):
         self.calls.share = self.share
 
     async def share(self, change: Change) -> None:
-        """Make an operator's change in the whole deployment; returns when all API servers have applied it."""
+        """Apply an operator's change in the whole deployment; returns when all API servers have applied it."""
         if self.submit is None:
             self.apply(change)
         else:
             await self.submit(change)
 
     def apply(self, change: Change) -> None:
-        """Apply a change in this process."""
+        """Apply an operator's change in this process."""
         self.operator_state = self.operator_state.after(change)
         if isinstance(change, ReplicasSlept):
             self._its_replicas.slept(change.replicas, asleep=change.asleep)
@@ -356,7 +356,7 @@ class TargetedLLM(AsyncLLM):
         return calls
 
     async def call(self, name: str, targets: Targets, *arguments: Any, timeout_s: float = TIMEOUT_S) -> Replies:
-        """Call the method of that name with `targets`.
+        """Call vLLM's method `name` in the replicas of `targets`.
 
         Args:
             arguments: all arguments of vLLM's method, in order.

@@ -1,4 +1,4 @@
-"""A replica, reached through vLLM's client, in cases its constructor does not cover: reconnecting, no engine, CURVE."""
+"""Connects to one replica through vLLM's client, extended for CURVE keys, reconnecting, and a start without engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
 """The two sockets on which an API server listens for a replica: one for its input, one for its output."""
 
 CONNECT_MS = 5000
-"""Limit of a running engine's reconnection, in milliseconds; engines try several times a second."""
+"""Limit of the wait for a running engine to reconnect, in milliseconds; engines try several times a second."""
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,17 @@ ENGINE = (0).to_bytes(2, "little")
 
 
 class Client(AsyncMPClient):
-    """vLLM's client, which can also replace an earlier client of the same engine whose process has ended.
+    """vLLM's client of an engine, which can also replace the client of an API server that has died.
 
-    An engine sends its ready message once. A replacing client is given that message and waits only for the connection.
+    An engine sends its ready message once. A replacing client gets that message as an argument, and waits only for the
+    connection.
 
-    The wait for a starting engine has its own limit. vLLM's (`VLLM_ENGINE_READY_TIMEOUT_S`) is read when its module is
-    imported, which is before this process was forked, and its default of 600 s is shorter than a download.
+    `ready_within_s` limits the wait for a starting engine. vLLM's own limit (`VLLM_ENGINE_READY_TIMEOUT_S`) cannot be
+    used: vLLM reads it at import, before this process is forked, and its default of 600 s is too short for a download.
 
     Args:
         ready_response: the engine's ready message; None: wait for it.
-        keys: CURVE keys that the engine must have; None: any peer that connects counts as the engine.
+        keys: CURVE keys that the engine must have; None: any peer that connects is accepted as the engine.
         ready_within_s: limit of the wait for the ready message, in seconds; None: vLLM's limit.
 
     Raises:
@@ -72,9 +73,9 @@ class Client(AsyncMPClient):
             self._apply_ready_response(ready_response)
 
     def _await_connection(self) -> None:
-        """Wait until the engine has connected. ZeroMQ silently drops messages that are sent before.
+        """Wait until the engine has connected: ZeroMQ drops messages that are sent earlier, without an error.
 
-        A hung engine never connects; the process supervision detects that.
+        After `CONNECT_MS` this only logs a warning: the engine's reports detect a hung engine.
         """
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.input_socket)
         socket.router_mandatory = True  # otherwise the socket always counts as writable
@@ -89,9 +90,9 @@ class Client(AsyncMPClient):
 
     @ctx.setter
     def ctx(self, context: Any) -> None:
-        """Set the options of the context that vLLM's constructor has made, before it makes sockets with it.
+        """Store the context that vLLM's constructor has made, and set the CURVE options before it makes sockets.
 
-        A pyzmq context gives its options to every socket that it makes. libzmq ignores CURVE on inproc sockets.
+        A pyzmq context sets its options on every socket that it makes. libzmq ignores CURVE on inproc sockets.
         """
         self._context = context
         if self._keys is not None:
@@ -104,7 +105,7 @@ class Client(AsyncMPClient):
 
     @core_engines.setter
     def core_engines(self, engines: list[bytes]) -> None:
-        """Set by vLLM's constructor, which then waits for the ready message of each engine."""
+        """Store the engines. vLLM's constructor does this before it waits for the ready message of each engine."""
         self._engines = _Ready(engines) if self._follows else engines
         if not self._follows and self._ready_within_s is not None:
             self._await_ready(self._ready_within_s)
@@ -121,14 +122,14 @@ class Client(AsyncMPClient):
 
 
 class _Ready(list[bytes]):
-    """Engines that are ready already: vLLM's constructor iterates over the list to wait for each, and finds none."""
+    """Engines that are ready. vLLM's constructor iterates over them to wait for each; the iteration yields none."""
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(())
 
 
 def addresses(listeners: Listeners) -> dict[str, Any]:
-    """`client_addresses` of vLLM's client, which takes ownership of the listeners."""
+    """Return the argument `client_addresses` of vLLM's client, which takes ownership of the listeners."""
     input_listener, output_listener = listeners
     return {
         "input_address": input_listener.address,
@@ -162,13 +163,13 @@ def bootstrap_client_addresses(folder: str, ready_response: bytes) -> Iterator[d
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A place in the queue of outputs; `passed` is set when `outputs` reaches the place."""
+    """Marker in the queue of outputs; `passed` is set when `outputs` takes the marker from the queue."""
 
     passed: asyncio.Future[None]
 
 
 class StockReplica:
-    """A replica reached through vLLM's own `AsyncMPClient`."""
+    """Connection to one replica: sends requests and calls, and receives outputs, with vLLM's own `AsyncMPClient`."""
 
     def __init__(self, replica_id: ReplicaId, client: AsyncMPClient) -> None:
         self.id = replica_id
@@ -176,15 +177,15 @@ class StockReplica:
         self._calls: set[asyncio.Future[Any]] = set()
         self._gone = False
         self.reason = ""
-        """Reason of the process's end, once a supervisor has reported it."""
+        """Reason why the replica's process has ended, from the supervisor; "" before."""
 
     async def add(self, request: EngineCoreRequest) -> None:
-        """Send a request or a chunk of one. No-op if the replica is dead: `replica_down` replays its requests."""
+        """Send a request or a chunk of it. Does nothing if the replica is dead: `replica_down` replays its requests."""
         if not self.dead:
             await self.client.add_request_async(request)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests."""
+        """Abort requests in the replica."""
         await self.client.abort_requests_async(request_ids)
 
     async def call(self, utility: str, *args: Any) -> Any:
@@ -210,10 +211,9 @@ class StockReplica:
             self._calls.discard(call)
 
     async def outputs(self) -> EngineCoreOutputs:
-        """The next outputs of this replica for this API server. A pending call ends when the replica has no more
-        outputs.
+        """Return the next outputs of this replica for this API server. If the replica is dead, pending `call`s end.
 
-        All other tasks of the loop run between the outputs of a backlog: `Queue.get` alone does not yield to them.
+        While outputs are queued, this yields to the other tasks of the event loop; `Queue.get` alone would not.
         """
         try:
             while True:
@@ -231,10 +231,10 @@ class StockReplica:
             raise
 
     async def fence(self) -> None:
-        """Wait until the engine has processed all messages sent before, and `outputs` has returned all their outputs.
+        """Wait until the engine has processed all earlier messages, and `outputs` has returned all their outputs.
 
-        The engine answers the call of a utility in order, but vLLM's client resolves the call at once, while outputs
-        that arrived before it may still be in its queue.
+        The engine answers a utility call after all earlier messages. vLLM's client resolves the call while earlier
+        outputs may still be in its queue, so a marker is put into that queue.
 
         Raises:
             EngineDeadError: the replica is dead, or died meanwhile.
@@ -247,13 +247,13 @@ class StockReplica:
         await self._until_gone(mark.passed)
 
     def fail(self, reason: str) -> None:
-        """Make `outputs` raise: called when a supervisor has detected the process's end (vLLM's client does not)."""
+        """Make `outputs` raise EngineDeadError. The supervisor detects the end of a process; vLLM's client does not."""
         self.reason = reason
         self.client.resources.engine_dead = True
         self.client.outputs_queue.put_nowait(EngineDeadError(reason))
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the sockets, from any thread. The launcher owns the process."""
+        """Close the sockets, from any thread. Does not end the replica's process."""
         resources = self.client.resources
         loop = None if resources.output_queue_task is None else resources.output_queue_task.get_loop()
         self.client.shutdown(timeout=timeout)
@@ -272,8 +272,9 @@ class StockReplica:
 
 
 def abort_client(client: int, before: float) -> EngineCoreRequest:
-    """A request that aborts the requests that a dead API server sent until `before` (Unix seconds); see
-    `wire.stage_input.ABORT_CLIENT`.
+    """Return a message that makes a replica abort the requests a dead API server sent until `before` (Unix seconds).
+
+    The message has the form of a request, see `wire.stage_input.ABORT_CLIENT`.
     """
     from vllm.sampling_params import SamplingParams
 

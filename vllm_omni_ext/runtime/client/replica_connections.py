@@ -1,8 +1,8 @@
-"""The replicas that one API server is connected to: connecting, losing and reconnecting them.
+"""Connects one API server to the replicas, and handles their loss and return.
 
 The head announces a replica that starts. The API server listens for the replica and connects once the replica is ready.
-The connection of a replica whose process has ended is closed for good. A replica that only misses heartbeats keeps its
-connection: when its heartbeats return, its old requests are aborted first, and then it receives new ones.
+If the replica's process ends, the connection is closed. If the replica only misses heartbeats, the connection stays:
+when the heartbeats return, the replica first aborts its old requests, then it receives new requests.
 """
 
 from __future__ import annotations
@@ -46,17 +46,23 @@ from vllm_omni_ext.topology.plan import Plan
 log = logging.getLogger(__name__)
 
 AFTER_THE_LAUNCHER_S = 30.0
-"""An API server waits this much longer than the head, because the head's error contains the reason."""
+"""Seconds that an API server waits longer than the head, so that the head's error, with the reason, comes first."""
 
 
 def connect_limit_s(plan: Plan) -> float:
-    """Limit of an API server's wait for a replica, in seconds: enough for all starts that may precede its own."""
+    """Return the limit of an API server's wait for a replica, in seconds.
+
+    The limit includes the earlier starts of replicas that share a device.
+    """
     return plan.config.timeouts.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaInfo:
-    """Facts about a replica for status pages. `restarts`: those of this name since the deployment started."""
+    """Host, process id and restarts of a replica, for status pages.
+
+    `restarts` counts the restarts of all processes with the replica's name since the deployment started.
+    """
 
     host: str
     pid: int
@@ -75,14 +81,14 @@ class Connections:
         starting: replicas that are being started.
         client_count: number of API servers.
         client_index: index of this API server.
-        about: facts about the replicas for status pages.
+        about: host, process id and restarts of each replica, for status pages.
         restarts: number of restarts by replica, also of replicas that are down now.
         started: Unix time of the command's start, in seconds.
         views: address at which the coordinator publishes views; None without a coordinator.
         head: process id of the head.
         drain_s: time for requests to end when the API server shuts down, in seconds.
         board: counters shared by the API servers; None without API servers.
-        operator_state: the changes of operators until now.
+        operator_state: the result of all changes by operators until now.
     """
 
     plan: Plan
@@ -103,7 +109,11 @@ class Connections:
     operator_state: OperatorState = NOTHING_CHANGED
 
     def connect(self, replica: ReplicaId, listeners: Listeners, ready_response: bytes | None = None) -> StockReplica:
-        """Connect to a replica that is ready; `ready_response`: its ready message if an earlier API server has it."""
+        """Connect to a replica and wait until it is ready.
+
+        Args:
+            ready_response: the ready message that an earlier API server received; None: wait for it.
+        """
         config = deepcopy(self.configs[replica.stage])  # vLLM's client writes into its config
         client = Client(
             config,
@@ -113,7 +123,7 @@ class Connections:
             client_count=self.client_count,
             client_index=self.client_index,
             ready_response=ready_response,
-            # Unix sockets lie in a private folder.
+            # Unix sockets need no keys: they lie in a private folder.
             keys=self.keys if listeners[0].address.startswith("tcp:") else None,
             ready_within_s=connect_limit_s(self.plan),
         )
@@ -125,7 +135,7 @@ class Connections:
         return Keys.read(self.plan.config.cluster.cluster_secret_file)
 
     def connect_all(self) -> dict[ReplicaId, StockReplica]:
-        """Connect to the replicas that run at the start."""
+        """Connect to the replicas in `listeners`, and wait until all are ready."""
         return {
             replica: self.connect(
                 replica, listeners, None if self.ready_responses is None else self.ready_responses.get(replica, b"")
@@ -136,7 +146,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class Report:
-    """The coordinator's last entry of a replica, and the time of its last heartbeat (monotonic seconds)."""
+    """The replica's state in the last view, and the time of the replica's last heartbeat (monotonic seconds)."""
 
     entry: Entry
     last_seen: float
@@ -146,7 +156,9 @@ Take = Callable[[ReplicaId, EngineCoreOutputs], Awaitable[None]]
 
 
 class ReplicaConnections:
-    """Runs in the event loop of one API server.
+    """Connects to replicas, reads their outputs, and applies the coordinator's views.
+
+    Runs in the event loop of one API server.
 
     Args:
         replicas: the replicas that are connected already.
@@ -182,16 +194,16 @@ class ReplicaConnections:
         self._members: dict[ReplicaId, Member] = {}
         self._asleep = set(connections.operator_state.asleep)
         self._outdated: dict[ReplicaId, Any] = {}
-        """By woken replica: its report from before the wake-up, until it sends another."""
+        """By woken replica: its last load report from before the wake-up, until the next report arrives."""
         self._lost_requests: dict[ReplicaId, tuple[str, ...]] = {}
-        """By replica that is silent: its requests, which were moved."""
+        """By replica that misses heartbeats: the ids of its requests, which were moved to other replicas."""
         self._connect_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._reattach_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.loop = asyncio.get_running_loop()
 
     def start(self) -> None:
-        """Start reading from the replicas, and following the coordinator if there is one."""
+        """Start to read the replicas' outputs, and to receive views if there is a coordinator."""
         for name in self._connections.starting:
             self._orchestrator.announce(name)
         self._count_first_restarts()
@@ -205,16 +217,16 @@ class ReplicaConnections:
             self._spawn(self._follow(self.watcher))
 
     def close(self) -> None:
-        """Stop reading and following; the caller closes the connections. Called in the loop, as all methods."""
+        """Stop reading outputs and views; the caller closes the connections. Called in the loop, as all methods."""
         for task in self._tasks:
             task.cancel()
         if self.watcher is not None:
             self.watcher.close()
 
     def state(self, replica: ReplicaId) -> str:
-        """State of a replica for status pages: the coordinator's, DOWN without a connection, or SLEEPING.
+        """Return the state of a replica for status pages: that of the last view, DOWN without connection, or SLEEPING.
 
-        A replica sleeps if an operator has put it to sleep, or if its own report contains that: it may be paused.
+        SLEEPING: an operator has put the replica to sleep, or the replica has reported that its scheduler is paused.
         """
         pool, report = self._pools[replica.stage], self.reports.get(replica)
         if replica not in pool.replicas:
@@ -225,7 +237,7 @@ class ReplicaConnections:
         return "SLEEPING" if state is State.UP and (reported or pool.is_asleep(replica)) else state.name
 
     def replica_names(self, stage: str) -> list[ReplicaId]:
-        """The planned replicas of a stage and the replicas that have joined it, live or not."""
+        """Return the planned replicas of a stage and the replicas that have joined it, live or not."""
         return sorted(replica for replica in self.about if replica.stage == stage)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -261,17 +273,15 @@ class ReplicaConnections:
     # -- messages of the head ------------------------------------------------------------------------------------
 
     def starting(self, replica: ReplicaId) -> None:
-        """A replica is going to start, so requests may wait for it."""
+        """Announce a replica that is going to start, so that requests may wait for it."""
         self._orchestrator.announce(replica)
 
     def started(self, replica: ReplicaId, pid: int) -> None:
-        """Record the process of a replica that is connected from the start; the process did not exist when this one
-        started.
-        """
+        """Record the process id of a planned replica, whose process did not exist when this API server started."""
         self.about[replica] = replace(self.about[replica], pid=pid)
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
-        """A replica is ready: connect, and send it requests. Returns at once."""
+        """Start to connect to a replica that is ready, and then to send it requests. Returns at once."""
         self._connect_tasks[replica] = self._spawn(self._connect(replica, about, listeners))
 
     async def _connect(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
@@ -310,11 +320,11 @@ class ReplicaConnections:
             self._spawn(replica.add(abort_client(client, before)))
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """A replica's process has ended or failed to start; `again` if the process will be restarted."""
+        """Handle the end or the failed start of a replica's process; `again` if the process will be restarted."""
         self._asleep.discard(replica)
         _cancel(self._connect_tasks, replica)
         self._orchestrator.announce(replica, coming=again)
-        if (connected := self.replicas.get(replica)) is not None:  # read the outputs that precede its end first
+        if (connected := self.replicas.get(replica)) is not None:  # `fail` lets `_read` read the earlier outputs first
             connected.fail(reason)
         elif not again:
             self._spawn(self._orchestrator.never_up(replica, reason))
@@ -325,7 +335,7 @@ class ReplicaConnections:
         try:
             while True:
                 await self._take(replica.id, await replica.outputs())
-        except EngineDeadError:  # its text names a stack trace that no client has
+        except EngineDeadError:  # its text refers to a stack trace that clients do not have
             reason = replica.reason or "its engine has failed; the error is in its log"
             await self._drop(replica, reason, ended=True)
 
@@ -389,7 +399,7 @@ class ReplicaConnections:
                 await self._forget(member, connected)
 
     async def _forget(self, member: Member, connected: StockReplica | None) -> None:
-        """Drop a replica of another host. A replica that already has the same name is kept."""
+        """Drop a replica of another host. A later replica that already has the same name is kept."""
         replica = member.id
         if self._members.get(replica) == member:
             del self._members[replica]
@@ -401,9 +411,9 @@ class ReplicaConnections:
             self._observer.forgotten(replica)
 
     async def _attach_again(self, replica: StockReplica) -> None:
-        """Reattach a replica that was silent, after it has aborted the requests that were replayed elsewhere.
+        """Send requests again to a replica that missed heartbeats, after it has aborted its old requests.
 
-        After the fence, no output for such a request can arrive.
+        The old requests were replayed on other replicas. After the fence, no output of them can arrive.
         """
         stale = self._lost_requests.pop(replica.id)
         try:
@@ -425,7 +435,7 @@ def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> N
 
 
 async def _in_thread(make: Callable[[], StockReplica]) -> StockReplica:
-    """Run blocking code that waits for a replica's message in a daemon thread, which cannot keep the process alive.
+    """Run the blocking function `make` in a daemon thread, which does not keep the process alive.
 
     If the caller is cancelled, the connection is closed as soon as it is made.
     """

@@ -1,4 +1,4 @@
-"""The engine client of `AsyncLLM`: all replicas of the frontend, behind the orchestrator."""
+"""The engine client of `AsyncLLM`: passes requests to the orchestrator, and sends utility calls to replicas."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vllm_omni_ext.runtime.client.calls import Calls
 
 
 class TextClient:
-    """Duck-typed `EngineCoreClient` over the replicas of the frontend.
+    """Has the methods of vLLM's `EngineCoreClient`, for all replicas of the frontend.
 
     Args:
-        config: of the frontend.
+        config: vLLM config of the frontend.
         admission: starts requests.
-        sides: the prefill and decode stages that callers address by one name, by that name.
+        sides: names of a prefill and a decode stage, by the common name that callers use for both.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class TextClient:
         self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.frontend, sides)
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._handling = False
-        self.resources = SimpleNamespace(engine_dead=False)  # true would end the server: false also without replicas
+        self.resources = SimpleNamespace(engine_dead=False)  # also without a replica, because true ends the server
         self.vllm_config = config
         self.stats_update_address = None
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Pass outputs on to `AsyncLLM`, after the orchestrator has processed them."""
+        """Queue outputs for `AsyncLLM`, after the orchestrator has processed them."""
         self._outputs.put_nowait(outputs)
 
     @property
@@ -57,7 +57,7 @@ class TextClient:
         return {name: replica for name, replica in replicas.items() if name.stage == frontend}
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """The next outputs of any replica. A call also acknowledges the previous outputs (see `delivered`)."""
+        """Return the next outputs of any replica. A call also acknowledges the previous outputs, see `delivered`."""
         if self._handling:
             self._outputs.task_done()
         self._handling = False
@@ -66,7 +66,7 @@ class TextClient:
         return outputs
 
     async def delivered(self) -> None:
-        """Wait until `AsyncLLM` has processed all outputs passed to it."""
+        """Wait until `AsyncLLM` has processed all queued outputs."""
         await self._outputs.join()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -74,11 +74,11 @@ class TextClient:
         await self._admission.open(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Called by vLLM's output loop when a request met a stop string (`AsyncOmni.abort` comes first otherwise)."""
+        """End the text of requests that met a stop string. Other aborts are handled by `AsyncOmni.abort` before."""
         await self._orchestrator.text_stopped(request_ids)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
-        """KV event publishers of the replicas."""
+        """Return the KV event publishers of the frontend's replicas, by index of the replica."""
         return {
             name.index: source
             for name, replica in self._replicas().items()
@@ -90,12 +90,10 @@ class TextClient:
         return False
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Nothing: `AsyncOmni.shutdown` closes the connections of all stages."""
+        """Do nothing: `AsyncOmni.shutdown` closes the connections of all stages."""
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Utilities (`reset_prefix_cache_async`, `collective_rpc_async`, ...) are sent to all replicas that the call
-        concerns.
-        """
+        """Return a function that calls a utility (`reset_prefix_cache_async`, ...) in all its replicas."""
         if not name.endswith("_async"):
             raise AttributeError(f"TextClient has no attribute '{name}'")
         return partial(self.calls.everywhere, name)

@@ -1,1 +1,1 @@
-"""Start replicas: arguments, folders, logs, progress."""
+"""Starts replicas: their arguments, folders and logs, and the progress of the start."""

@@ -1,4 +1,4 @@
-"""Addresses of this host: the one that another host can reach, and tests for local addresses."""
+"""Finds the address of this host that other hosts can reach, and tests whether an address is local."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm_omni_ext.errors import ConfigError
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 _Address = tuple[str, int] | tuple[str, int, int, int]
-"""Socket address as `getaddrinfo` returns it: host and port, for IPv6 also flow and zone."""
+"""Socket address as `getaddrinfo` returns it: host and port; for IPv6 also flow and zone."""
 
 
 def reach(head: str, port: int) -> str:
-    """The local address from which packets to the head are sent. Reads the kernel's routes and sends nothing.
+    """Return the local address from which packets to the head are sent. Reads the kernel's routes and sends nothing.
 
     Args:
-        head: IPv4 or IPv6 address, or a name. Of a name's addresses the first with a route counts.
+        head: IPv4 or IPv6 address, or a host name. The first address of the name that has a route is used.
 
     Raises:
         ConfigError: the name is unknown or there is no route; the message contains the reason.
@@ -40,13 +40,13 @@ def reach(head: str, port: int) -> str:
 
 
 def endpoint(host: str, port: int) -> str:
-    """The ZeroMQ endpoint of a TCP address; an IPv6 address is put in brackets."""
+    """Return the ZeroMQ endpoint of a TCP address, with an IPv6 address in brackets."""
     plain = _unbracketed(host)
     return f"tcp://[{plain}]:{port}" if ":" in plain else f"tcp://{plain}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """True if all addresses of a host are loopback addresses; False for an unknown name."""
+    """Return whether all addresses of a host are loopback addresses; False for an unknown name."""
     try:
         addresses = [address[0] for _, address in _resolve(host, 0)]
     except ConfigError:
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """True if an address of a host is one of this machine's; False for an unknown name."""
+    """Return whether at least one address of a host belongs to this machine; False for an unknown name."""
     with contextlib.suppress(ConfigError):
         for family, address in _resolve(host, 0):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -65,7 +65,7 @@ def is_here(host: str) -> bool:
 
 
 def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, _Address]]:
-    """The addresses of a host, in the system's order of preference."""
+    """Return the IPv4 and IPv6 addresses of a host, in the system's order of preference."""
     try:
         found = socket.getaddrinfo(_unbracketed(host), port, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as err:  # UnicodeError: a label that is empty or too long

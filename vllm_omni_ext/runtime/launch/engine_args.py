@@ -1,4 +1,4 @@
-"""The vLLM engine arguments of one replica."""
+"""Makes vLLM's engine arguments, and the config from them, for a replica."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ HEAD = -1
 """`api_process` of the process that starts the engines, which is not an API server."""
 
 DEVICES = "vllm_omni_ext.devices"
-"""Key of `additional_config` with a replica's devices. Compiled code contains the index of its device, and vLLM's hash
-of a compilation includes `additional_config`, but not `device_ids`: replicas on different devices must not share code.
+"""Key of `additional_config` with a replica's devices. It makes replicas on different devices compile separately:
+compiled code contains a device index, but vLLM's hash of a compilation includes `additional_config`, not `device_ids`.
 """
 
 _FEWEST_API_PROCESSES = 2
-"""With one API process, vLLM mirrors the multimodal cache into "the" engine. That fails with several replicas: the
-second replica never received the item. With two or more, the cache stays in the API process, as it must.
+"""With one API process, vLLM mirrors the multimodal cache into its engine. With several replicas this fails, because
+each item is sent to one replica only. With two or more API processes, the cache stays in the API process.
 """
 
 
 def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = HEAD) -> AsyncEngineArgs:
-    """The arguments of a replica's engine, for the engine itself and for its clients.
+    """Return the engine arguments of a replica, which its engine and its clients use.
 
     Args:
         api_process: index of the calling API server; `HEAD` for the process that starts the engine.
@@ -50,7 +50,7 @@ def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = H
 def any_replica_args(
     plan: Plan, stage_name: str, *, devices: Sequence[int] = (), api_process: int = HEAD
 ) -> AsyncEngineArgs:
-    """As `stage_engine_args`, for a stage whose replicas may all be on other hosts."""
+    """Return the engine arguments of a stage. Unlike `stage_engine_args`, this needs no replica in the plan."""
     stage = plan.stage(stage_name)
     values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
     if devices:
@@ -65,7 +65,7 @@ def any_replica_args(
 
 
 def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> VllmConfig:
-    """vLLM's config for the arguments of a stage.
+    """Return vLLM's config for the arguments of a stage.
 
     Raises:
         ConfigError: vLLM does not accept them; the message names the stage and is one line.
@@ -85,9 +85,10 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
 
 
 def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
-    """Undo, in place, the settings that vLLM relaxes for a KV consumer, because vLLM assumes its own proxy in front.
+    """Restore, in place, the media settings that vLLM changes for a KV consumer. Return `config`.
 
-    This server is its own proxy: it treats media given as embeddings or left out as any other server does.
+    vLLM accepts media embeddings and missing media there, because it expects its own proxy in front of the engine.
+    This server has no such proxy, so it accepts embeddings only if the arguments allow them, and no missing media.
     """
     media = config.model_config.multimodal_config
     if media is not None:
@@ -110,7 +111,7 @@ def _value(stage: str, name: str, value: Any) -> Any:
 
 @cache
 def _config_classes() -> dict[str, type]:
-    """Engine fields that hold one of vLLM's config objects: a mapping from YAML or JSON becomes that object."""
+    """Return the class of each engine field that holds a config object of vLLM; YAML and JSON give a mapping for it."""
     found: dict[str, type] = {}
     for field in dataclasses.fields(AsyncEngineArgs):
         for option in typing.get_args(field.type) or (field.type,):

@@ -1,7 +1,7 @@
-"""Private folders of deployments, and the removal of abandoned ones.
+"""Creates the private folders of deployments, and removes those of killed deployments.
 
-A killed deployment leaves its folder behind. Each folder holds a file that is locked while a process of the deployment
-lives. The system releases the lock when the last process ends, and the next start removes the folder.
+A killed deployment does not remove its folder. Each folder contains a file that is locked while a process of the
+deployment lives. The system releases the lock when the last process ends, and the next start removes the folder.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm_omni_ext.errors import ConfigError
 PREFIX = "omni-"
 
 LOCK = "lock"
-"""File name of the lock. The file gets this name once it is locked; a folder without it is still being created."""
+"""File name of the lock. The file gets this name once it is locked; a folder without this file is being created."""
 
 LONGEST_NAME = 75
 """Characters reserved after the parent folder in a socket's path: the private folder's name (14), that of a
 replica's folder, and vLLM's name for the socket (37)."""
 
 LEAST_FREE = 64 << 20
-"""Free bytes for files of a deployment at its start. Metrics of a process have some MiB; logs grow."""
+"""Least free bytes at the start of a deployment. The metrics of each process take some MiB; logs grow."""
 
 SHORT = "/tmp"
 """Parent of private folders where the path of the folder for temporary files is too long for sockets."""
@@ -58,7 +58,7 @@ class PrivateFolder:
         """Remove the folder with its contents; a second call does nothing.
 
         Args:
-            keep: name of a folder in it that stays; "" = none. No later start removes it.
+            keep: name of a subfolder that is not removed, neither now nor by a later start; "" = none.
         """
         if self._lock is None:
             return
@@ -75,7 +75,7 @@ class PrivateFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's deployment folders that no live process holds."""
+    """Remove this user's deployment folders whose lock no live process holds."""
     for lock in Path(_parent()).glob(f"{PREFIX}*/{LOCK}"):
         with contextlib.suppress(OSError):  # owned by another user, in use, or being removed by another process
             if lock.parent.lstat().st_uid == os.getuid() and not _in_use(lock):
@@ -83,7 +83,7 @@ def remove_abandoned() -> None:
 
 
 def _check_space() -> None:
-    """Raise ConfigError if a folder for temporary files has too little space: mapped files end their process then."""
+    """Raise ConfigError if a folder for temporary files is nearly full: writes to mapped files would end processes."""
     for folder in dict.fromkeys((tempfile.gettempdir(), _parent())):
         if (free := shutil.disk_usage(folder).free) < LEAST_FREE:
             raise ConfigError(
@@ -92,7 +92,7 @@ def _check_space() -> None:
 
 
 def _parent() -> str:
-    """The folder for temporary files, or `SHORT` if sockets below that folder would have too long paths."""
+    """Return the folder for temporary files, or `SHORT` if sockets below that folder would have too long paths."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) + LONGEST_NAME <= IPC_PATH_MAX_LEN else SHORT
 

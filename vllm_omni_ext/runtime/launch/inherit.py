@@ -1,4 +1,4 @@
-"""State of this process that started processes inherit: caches, environment, threads, collector, kernels, folder."""
+"""Sets the state that started processes inherit: caches, environment, threads, garbage collector, kernels, folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LATE_IMPORTS = ("vllm.model_executor.layers.quantization.online.base",)
 
 
 def register_classes(family: str) -> None:
-    """Register a family's models as classes. To inspect a name, vLLM would start a process that imports vLLM again."""
+    """Register a family's models as classes. For a name, vLLM would start a process that imports vLLM again."""
     load_general_plugins()  # first, because it registers the plugin's models by name
     for architecture, target in model_classes(family_of(family)).items():
         ModelRegistry.register_model(architecture, resolve(target))
@@ -52,8 +52,8 @@ def preload(config: VllmConfig) -> None:
 def compute_threads(count: int) -> Iterator[None]:
     """Let processes forked inside the block compute with `count` threads.
 
-    Set in the parent, because a child reads OMP_NUM_THREADS too late. With 1, OpenMP starts no team. If the parent has
-    had a team, a child that starts one waits for ever for threads that it does not have.
+    The number is set in the parent, because a child reads OMP_NUM_THREADS too late. With 1, OpenMP starts no thread
+    team. If the parent has started a team before, a child that starts one waits forever for threads it does not have.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -65,14 +65,14 @@ def compute_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_heap(*, keep: bool) -> Iterator[None]:
-    """Keep the garbage collector of processes forked inside the block off the objects shared with this process.
+    """Exclude the current objects from the garbage collection of processes forked inside the block.
 
     The collector writes into every object it visits, and the kernel copies each page written to: hundreds of MB per
     process.
 
     Args:
-        keep: freeze the objects for good, in this process too; garbage among them is removed first. Otherwise they are
-            as before, unless this process has frozen objects: these would not stay frozen.
+        keep: collect garbage first, and keep the objects frozen in this process after the block. Otherwise they are
+            unfrozen after the block, unless other objects were frozen before, which would be unfrozen too.
     """
     keep_all = keep or gc.get_freeze_count() > 0
     if keep:
@@ -88,9 +88,9 @@ def frozen_heap(*, keep: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_kernels() -> Iterator[None]:
-    """Let processes forked inside the block inherit the kernels that the platform puts in the place of Triton's.
+    """Let processes forked inside the block inherit the kernels with which the platform replaces Triton's.
 
-    Each worker would search all imported modules for them: 0.6 s of a core on a CPU without Triton's backend.
+    Otherwise each worker searches all imported modules for them: 0.6 s of a core on a CPU without Triton's backend.
     """
     _replace_kernels()
     current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
-"""Starts and ends the processes of a plan: replicas first, then API servers, without waiting for the replicas.
+"""Starts and ends the replicas of a plan, and prepares the connections of API servers to them.
 
-Replicas that share a CUDA device start one after the other, all other replicas at once (`topology.placement`). A
-replica is one stock `EngineCoreProc` with its own listeners, config and process manager, so that its end affects no
-other replica.
+Replicas that share a CUDA device start one after the other, all other replicas at once (`topology.placement`). Each
+replica is an unchanged `EngineCoreProc` of vLLM with its own listeners, config and process manager, so that its end
+affects no other replica.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""A process that has not ended within this time after SIGTERM is killed."""
+"""A process that has not ended this long after SIGTERM is killed."""
 
 LOGS = "logs"
-"""Name of the folder with the logs in the private folder."""
+"""Name of the private folder's subfolder with the logs."""
 
 NOT_STARTED = 0
 """Process id of a replica that has no process yet."""
@@ -74,12 +74,12 @@ START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class StartFailed(OmniError):
-    """A replica did not come up."""
+    """A replica did not become ready."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A replica that can be started: its config, its folder, and the addresses that it connects to."""
+    """Data with which a replica is started: its config, its folder, and the addresses that it connects to."""
 
     config: VllmConfig
     place: str
@@ -91,15 +91,15 @@ class Deployment:
 
     Args:
         plan: the replicas to start.
-        clients: number of local API servers, which connect to every replica; 0: they run on the head, and each replica
-            is started with `start_again` once their addresses are known.
+        clients: number of local API servers, which connect to every replica; 0: the API servers run on the head, and
+            each replica is started with `start_again` once their addresses have been received.
         usage: vLLM's usage context of the start (server or offline).
         tell: receives progress lines of the start.
-        folder: private folder, removed at the end but for logs that an error has named; None: a new one.
-        host: the address under which replicas of other hosts reach those that are started here; None: the head's, or
-            loopback if there are no others.
-        identity_of: returns the identity that a replica reports to the coordinator; called for every start. None: it
-            reports nothing.
+        folder: private folder; removed at the end, except logs that an error message names. None: a new one.
+        host: address at which replicas of other hosts reach the replicas started here; None: the head's address, or
+            loopback without a `master_address`.
+        identity_of: returns the identity with which a replica reports to the coordinator; called for every start.
+            None: replicas do not report.
         name_of: returns the name of a replica in logs and messages.
     """
 
@@ -129,7 +129,7 @@ class Deployment:
         self._deadlines: dict[ReplicaId, float] = {}
         self._turns = Turns({})
         self.launched: Callable[[ReplicaId, int], None] = lambda replica, pid: None
-        """Called with every replica of the plan and its process id when the process is made."""
+        """Called with every replica of the plan and its process id when the process has been started."""
         self._usage = usage
         self.fork = may_fork(plan, usage)
         self._no_flashinfer = bool(missing_for_flashinfer())
@@ -156,7 +156,7 @@ class Deployment:
         return self
 
     def start_all(self) -> None:
-        """Start the first replica of every device; `wait` starts the remaining ones."""
+        """Listen for all replicas, and start the first replica of every device; `wait` starts the remaining ones."""
         devices = devices_of(self.plan)
         self._turns = Turns(devices)
         for replica in devices:  # API servers must have all sockets before the first replica starts
@@ -174,15 +174,15 @@ class Deployment:
             self.launched(replica, self.processes()[replica].pid)
 
     def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
-        """Listen for a replica that is going to start, on behalf of the API servers.
+        """Open the API servers' listeners for a replica that is going to start.
 
-        The listeners stay open in this process, so that a restarted API server can take over those of its predecessor.
+        The listeners stay open in this process, so that a restarted API server can use those of the dead one.
 
         Args:
             host: the address of this host that the replica can reach; None for a local replica.
 
         Returns:
-            Addresses that the replica connects to, for each API server: input, output.
+            The addresses (input, output) of each API server to which the replica connects.
         """
         self.unlisten(replica)
 
@@ -206,7 +206,7 @@ class Deployment:
             listeners.cleanup()
 
     def listeners(self, replica: ReplicaId, client: int) -> tuple[ZmqListener, ZmqListener]:
-        """The sockets on which one API server listens for a replica: input, output."""
+        """Return the sockets (input, output) at which one API server listens for a replica."""
         listeners = self._listeners[replica]
         return listeners.inputs[client], listeners.outputs[client]
 
@@ -214,12 +214,12 @@ class Deployment:
         self.close()
 
     def seconds(self) -> float:
-        """Seconds since the command began."""
+        """Return the seconds since the command began."""
         return time.time() - self.began
 
     @contextlib.contextmanager
     def _replica_environment(self, stage: str, folder: str) -> Iterator[None]:
-        """The environment in which configs of a stage are made and its replicas start; `folder` is for their files."""
+        """Set the environment for making configs of a stage and starting its replicas; `folder`: for their files."""
         variables = {"VLLM_RPC_BASE_PATH": folder}
         if (ports := self.plan.config.cluster.ports) is not None:  # Mooncake's library reads them when it is imported
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
@@ -250,7 +250,7 @@ class Deployment:
         return config
 
     def _keep(self, stage: str, config: VllmConfig) -> None:
-        """Store a stage's config and the drain time of API servers; engines themselves end at once."""
+        """Store a stage's config, and the frontend's drain time for API servers. Engines get 0: they end at once."""
         if stage == self.plan.frontend_stage:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0
@@ -277,19 +277,19 @@ class Deployment:
             self._barriers[replica] = barrier
 
     def start_again(self, replica: ReplicaId, addresses: Sequence[tuple[str, str]]) -> None:
-        """Start a replica whose process has ended; `wait_for` returns when it is ready.
+        """Start a replica that has no process, or whose process has ended; `wait_for` returns when it is ready.
 
         Args:
-            addresses: addresses that the replica connects to, for each API server: input, output.
+            addresses: the addresses (input, output) of each API server to which the replica connects.
         """
         with self._replica_environment(replica.stage, self._place(replica)):
             self._launch(replica, self._config(replica), addresses)
 
     def wait_for(self, replica: ReplicaId) -> None:
-        """Wait until a replica that has been started is ready.
+        """Wait until a starting replica is ready.
 
         Raises:
-            StartFailed: the replica ended while starting, or took longer than `startup_timeout_s` and was ended.
+            StartFailed: the replica ended while starting, or was killed because `startup_timeout_s` has passed.
         """
         process, late = self.processes()[replica], threading.Event()
 
@@ -315,33 +315,33 @@ class Deployment:
             self.progress.over(self.name_of(replica))
 
     def discard(self, replica: ReplicaId) -> None:
-        """Remove a replica whose process has ended."""
+        """Remove the listeners and the process manager of a replica whose process has ended."""
         if (launch := self._launches.pop(replica, None)) is not None:
             launch.engine_manager.shutdown(timeout=0)
         self.unlisten(replica)
 
     @contextlib.contextmanager
     def forking(self, threads: int = 1) -> Iterator[None]:
-        """Context in which processes of this deployment are started; forked ones get `threads` compute threads.
+        """Prepare this process for starting others inside the block; forked ones get `threads` compute threads.
 
-        No progress line is written meanwhile: a replica's log would get it, and a forked process a locked output.
+        No progress line is written inside: a line would get into a replica's log, and a fork could copy a held lock.
         """
         with contextlib.ExitStack() as inside:
             inside.enter_context(self.progress.speaking)
-            if self.fork:  # the server's head needs no garbage collector any more
+            if self.fork:  # a server's head does not need its garbage collector any more
                 inside.enter_context(frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER))
                 inside.enter_context(compute_threads(threads))
             yield
 
     def wait(self) -> None:
-        """Wait until every replica is ready; start those that share a device in turn.
+        """Wait until every replica is ready; start replicas that share a device one after the other.
 
-        Serves the start-up handshakes of all replicas at once: a replica loads nothing before its handshake is
-        answered. Must be called by the thread that entered the block, because replicas end with the thread that started
-        them.
+        Answers the start-up handshakes of all replicas at once, because a replica loads nothing before its handshake
+        is answered. Must be called by the thread that entered the block, because a replica ends with the thread that
+        started it.
 
         Raises:
-            StartFailed: a replica ended while starting, or took too long; the message has the end of its log.
+            StartFailed: a replica ended while starting, or took too long; the message contains the end of its log.
         """
         with ThreadPoolExecutor(max_workers=max(1, len(self._prepared))) as threads:
             waits: dict[Future[None], ReplicaId] = {}
@@ -353,11 +353,15 @@ class Deployment:
                     for wait in wait_for_any(waits, return_when=FIRST_COMPLETED).done:
                         started += self._take_ready(waits.pop(wait), wait)
             finally:
-                if waits:  # a start failed or was interrupted: the remaining ones need no wait
+                if waits:  # a start failed or was interrupted: end the other replicas, so that their waits end
                     self.end()
 
     def _take_ready(self, replica: ReplicaId, wait: Future[None]) -> Sequence[ReplicaId]:
-        """A replica is ready or has failed. Starts the replicas whose turn follows, and returns them."""
+        """Handle the end of a replica's start. Start and return the next replicas of the same devices.
+
+        Raises:
+            StartFailed: the replica has failed.
+        """
         try:
             wait.result()
         except StartFailed as error:
@@ -368,7 +372,7 @@ class Deployment:
         return following
 
     def processes(self) -> dict[ReplicaId, Any]:
-        """The process of each replica."""
+        """Return the process of each replica."""
         return {replica: launch.engine_manager.processes[0] for replica, launch in self._launches.items()}
 
     def connections(
@@ -378,10 +382,10 @@ class Deployment:
         about: Mapping[ReplicaId, ReplicaInfo] | None = None,
         **known: Any,
     ) -> Connections:
-        """The data with which API server `client` connects to every replica; its process receives the listeners.
+        """Return the data with which API server `client` connects to every replica, with its listeners.
 
         Args:
-            about: the replicas to connect to; None: all that were started here.
+            about: the replicas to connect to; None: the replicas of the plan that this process starts.
             known: further attributes of `Connections`.
         """
         if about is None:
@@ -406,9 +410,9 @@ class Deployment:
         )
 
     def end(self, others: Sequence[Any] = ()) -> None:
-        """End all replicas and `others`; processes that have not ended within 5 s are killed.
+        """End all replicas and the processes `others`; those that have not ended within 5 s are killed.
 
-        A forked replica is killed at once: it has nothing to clean up, and its regular exit takes seconds.
+        A forked replica is killed at once: it needs no cleanup, and its regular exit takes seconds.
         """
         replicas = list(self.processes().values())
         end_processes([*others, *(() if self.fork else replicas)], SHUTDOWN_TIMEOUT_S)
@@ -417,7 +421,7 @@ class Deployment:
             process.join()
 
     def about(self) -> dict[ReplicaId, ReplicaInfo]:
-        """Facts about the replicas started here; the process id of a replica that has not started yet is 0."""
+        """Return host and process id of each replica of this process; the id is 0 before the replica is started."""
         running = self.processes()
         pids = dict.fromkeys(self._prepared, NOT_STARTED) | {replica: each.pid for replica, each in running.items()}
         return {replica: ReplicaInfo(host=gethostname(), pid=pid) for replica, pid in pids.items()}
@@ -425,7 +429,7 @@ class Deployment:
     def close(self) -> None:
         """End all processes and remove all files; a second call does nothing."""
         self.end()
-        for barrier in self._barriers.values():  # after a start cut short, whose replicas have been ended
+        for barrier in self._barriers.values():  # of an interrupted start, whose replicas have been ended
             with contextlib.suppress(RuntimeError):
                 barrier.close()
         self._barriers.clear()
@@ -439,10 +443,10 @@ class Deployment:
 
 
 def may_fork(plan: Plan, usage: UsageContext) -> bool:
-    """Whether replicas are forked, so that vLLM is imported once; otherwise vLLM's own choice (spawn) applies.
+    """Return whether replicas are forked, so that vLLM is imported once; otherwise vLLM's own choice (spawn) applies.
 
-    Only on a CPU machine, and only where OpenMP survives a fork: the head has never computed anything, but a user's
-    program may have, and then a forked process may use one thread only.
+    They are forked on a CPU machine only, and only if OpenMP works after a fork. A server's head computes nothing, so
+    OpenMP works in its forks. A program that uses `LLM` may have computed; then a forked process must use one thread.
     """
     if plan.machine.platform != "cpu":
         return False

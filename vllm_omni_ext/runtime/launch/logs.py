@@ -1,4 +1,4 @@
-"""Log output of replicas: one file each, or the terminal."""
+"""Directs the log output of each replica to its own file or to the terminal."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from vllm_omni_ext.ids import ReplicaId
 
 TAIL_LINES = 30
-"""Lines of a log in an error."""
+"""Most lines of a log in an error message."""
 
 FATAL = ("EngineCore encountered a fatal error", "EngineCore failed to start")
-"""vLLM logs one of these with the error that ends an engine, and then lines about the end itself."""
+"""vLLM logs one of these with the error that ends an engine. Lines about the shutdown follow."""
 
 ERROR = " ERROR "
-"""Level of these lines."""
+"""Log level of the lines of such an error."""
 
 _OUT, _ERR = 1, 2
 
 
 class Logs:
-    """The output of replicas: a file for each in `folder`, which is created, or the terminal without a folder.
+    """Directs each replica's output to a file in `folder`, which is created; None: to the terminal.
 
     An existing file is appended to.
 
     Attributes:
-        where: the place of the logs, for messages.
+        where: location of the logs, for messages.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -40,16 +40,16 @@ class Logs:
         self.where = "on this terminal" if folder is None else f"in {folder}"
 
     def path(self, replica: ReplicaId) -> Path | None:
-        """The replica's file; None if it writes to the terminal."""
+        """Return the path of a replica's log file; None if the replica writes to the terminal."""
         return None if self._folder is None else self._folder / f"{replica.stage}-{replica.index}.log"
 
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
-        """Processes started inside the block, forked or spawned, write to this replica's log."""
+        """Return a context in which started processes, forked or spawned, write to this replica's log."""
         path = self.path(replica)
         return contextlib.nullcontext() if path is None else output_to(path)
 
     def tail(self, replica: ReplicaId) -> str:
-        """For error messages: the last lines of the error that has ended the engine, or else of the log."""
+        """Return, for an error message, the last lines of the error that ended the engine, or else of the log."""
         if (path := self.path(replica)) is None:
             return "see its log lines above"
         self._named = True
@@ -57,13 +57,13 @@ class Logs:
         return "\n".join([f"the end of its log ({path}):", *(f"  {line}" for line in excerpt(lines))])
 
     def needed(self) -> bool:
-        """Whether an error has named a file, or an engine has ended with an error."""
+        """Return whether the logs must be kept: a message names a log file, or an engine has ended with an error."""
         files = () if self._folder is None else self._folder.glob("*.log")
         return self._named or any(_is_fatal(file.read_text(errors="replace")) for file in files)
 
 
 def excerpt(lines: Sequence[str]) -> Sequence[str]:
-    """Return the last lines of the last fatal error, or of everything if there is none."""
+    """Return the last lines of the last fatal error, or of all `lines` if there is none."""
     begin = max((i for i, line in enumerate(lines) if _is_fatal(line)), default=None)
     if begin is None:
         return lines[-TAIL_LINES:]
@@ -77,7 +77,7 @@ def _is_fatal(text: str) -> bool:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Redirect the file descriptors of standard output and error, which children and C code use, to a file's end."""
+    """Append standard output and standard error to a file, also those of C code and of processes started inside."""
     _flush()
     kept = {number: os.dup(number) for number in (_OUT, _ERR)}
     try:

@@ -1,4 +1,4 @@
-"""Progress of a deployment's start on the terminal: states of starting replicas, and a line when a stage is ready."""
+"""Shows the progress of a deployment's start: the states of starting replicas, and a line when a stage is ready."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.topology.plan import Plan
 
 EVERY_S = 15.0
-"""Interval between progress lines when there is no terminal."""
+"""Interval between progress lines if the output is no terminal."""
 
 SHOWN_EVERY_S = 1.0
-"""The same on a terminal."""
+"""Interval between updates of the progress on a terminal."""
 
 Show = Callable[[str], None]
 
@@ -41,31 +41,31 @@ class Progress:
         self._every_s = every_s
         self._pending = {stage.name: {replica.id for replica in stage.replicas} for stage in plan.stages}
         self._states: dict[str, tuple[str, float]] = {}
-        """State of every replica that is starting, and when it began to start."""
+        """By starting replica: its state, and the time at which its start began (monotonic seconds)."""
         self._show: Show | None = None
         self.speaking = threading.RLock()
         """Held while a line is emitted, and while this process's output is redirected."""
 
     def starting(self, logs: str) -> None:
-        """Replicas are being started; `logs` names the place of their logs."""
+        """Emit a line with the stages that are starting; `logs` is the location of their logs."""
         here = ((stage, len(replicas)) for stage, replicas in self._pending.items() if replicas)
         stages = ", ".join(f"{stage} ({_count(replicas)})" for stage, replicas in here)
         with self.speaking:
             self._tell(f"starting {stages}; logs {logs}")
 
     def begun(self, replica: ReplicaId) -> None:
-        """A replica's process is being started."""
+        """Record that a replica's process is being started."""
         with self.speaking:
             self._states[str(replica)] = ("starting", time.monotonic())
 
     def reported(self, replica: str, state: str) -> None:
-        """A replica has reported its state."""
+        """Record the state that a starting replica has reported."""
         with self.speaking:
             if replica in self._states:
                 self._states[replica] = (state, self._states[replica][1])
 
     def ready(self, replica: ReplicaId) -> None:
-        """A replica is ready; the last one of a stage emits a line."""
+        """Record that a replica is ready; emit a line if it was the last one of its stage."""
         with self.speaking:
             self.over(replica)
             pending = self._pending[replica.stage]
@@ -74,7 +74,7 @@ class Progress:
                 self._tell(f"{replica.stage} ready after {self._clock():.1f} s")
 
     def over(self, replica: ReplicaId) -> None:
-        """A replica is ready or has ended: its state is not shown any more."""
+        """Stop showing the state of a replica that is ready or has ended."""
         with self.speaking:
             self._states.pop(str(replica), None)
 
@@ -90,7 +90,7 @@ class Progress:
 
     @contextlib.contextmanager
     def shown(self, show: Show | None) -> Iterator[None]:
-        """Inside the block, `show` is called with the progress; None: lines are emitted instead."""
+        """Pass the progress to `show` inside the block; None: emit lines instead."""
         self._show = show
         try:
             yield
@@ -99,7 +99,7 @@ class Progress:
 
     @property
     def every_s(self) -> float:
-        """Interval at which the progress is to be shown."""
+        """Interval at which the progress is to be shown, in seconds."""
         return self._every_s if self._show is None else SHOWN_EVERY_S
 
 
@@ -108,7 +108,7 @@ def _count(replicas: int) -> str:
 
 
 class Listener:
-    """Receives the states of replicas at a socket in `folder` and shows the progress, in a thread until closed."""
+    """Receives the states of replicas at a socket in `folder` and shows the progress. Its thread ends with `close`."""
 
     def __init__(self, folder: str, progress: Progress) -> None:
         self.path = os.path.join(folder, "loading")
@@ -145,9 +145,9 @@ class Listener:
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[Show | None]:
-    """Animate a sign on a terminal while the block runs; yields a function that sets the text. None without a terminal.
+    """Show a spinner with a text while the block runs. Yield a function that sets the text; None without a terminal.
 
-    The sign uses a duplicated descriptor: the standard output is redirected at times while replicas are started.
+    The spinner writes to a duplicate of the standard output, which is redirected while replicas are started.
     """
     if not Console().is_terminal:
         yield None
@@ -159,5 +159,5 @@ def spinner(text: str) -> Iterator[Show | None]:
 def print_status(line: str) -> None:
     """Print a line for the operator: errors to stderr, others to stdout."""
     with contextlib.suppress(OSError):  # nothing reads the output any more
-        # One write: the processes share the terminal, and another one could write before the end of the line.
+        # One write, because another process could write to the shared terminal between the text and the line's end.
         print(f"{line}\n", end="", file=sys.stderr if line.startswith("error") else sys.stdout, flush=True)

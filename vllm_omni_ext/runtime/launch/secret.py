@@ -1,8 +1,8 @@
-"""The cluster secret of a deployment that other hosts can join, chosen before any process is started.
+"""Chooses the file with the cluster secret of a deployment that other hosts can join, before any process is started.
 
-Without a configured file, a head uses the default file of its user and host and creates it if it is missing. A headless
-node on the head's host does the same; on another host the file must exist. The file is created atomically: two
-processes that start at once have the same secret.
+Without a configured file, a head uses the default file of its user and host, and creates it if it is missing. A
+headless node on the head's host does the same; on another host the file must exist. The file is created atomically, so
+that two processes that start at the same time use the same secret.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _INSTEAD = "name another file with --omni-cluster-secret-file"
 
 
 def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> Plan:
-    """The plan with the file of its secret; unchanged without a `master_address`, when no secret is needed.
+    """Return the plan with the path of its secret file; unchanged if the plan needs no secret (no `master_address`).
 
     Args:
         headless: the process is a headless node, not a head.
 
     Raises:
-        ConfigError: there is no secret, its file cannot be trusted, or the settings contradict each other.
+        ConfigError: there is no secret, its default file is not private, or the settings contradict each other.
     """
     cluster = plan.config.cluster
     if not cluster.cluster_auth and cluster.cluster_secret_file is not None:
@@ -81,7 +81,7 @@ def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> P
 
 
 def default_file() -> Path:
-    """`$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable `~/.local/state/...`."""
+    """Return `$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable `~/.local/state/...`."""
     state_home = os.environ.get("XDG_STATE_HOME", "")
     state = Path(state_home) if os.path.isabs(state_home) else Path.home() / ".local" / "state"
     return state / _FOLDER / NAME
@@ -91,7 +91,7 @@ def find() -> Path | None:
     """Return the default file; None if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be trusted or read.
+        ConfigError: the file cannot be read, or other users have access to the file or its folder.
     """
     try:
         return _checked(default_file())
@@ -105,7 +105,7 @@ def find_or_make() -> tuple[Path, bool]:
     """Return the default file and whether this call created it.
 
     Raises:
-        ConfigError: the file cannot be created, or exists and cannot be trusted.
+        ConfigError: the file cannot be created, or other users have access to the file or its folder.
     """
     file = default_file()
     try:
@@ -118,7 +118,7 @@ def find_or_make() -> tuple[Path, bool]:
 
 
 def read_by_others(file: Path) -> bool:
-    """Whether other users may read a file; False if its mode cannot be read."""
+    """Return whether other users may read a file; False if the file's mode cannot be read."""
     try:
         return bool(file.stat().st_mode & _OTHERS)
     except OSError:
@@ -136,7 +136,7 @@ def _make(file: Path) -> bool:
             opened.write(secrets.token_hex(_BYTES) + "\n")
             opened.flush()
             os.fsync(opened.fileno())
-        os.link(new, file)  # fails if another process has created the file meanwhile: then that one is used
+        os.link(new, file)  # fails if another process has created the file meanwhile; then its secret is used
         return True
     except FileExistsError:
         return False
@@ -154,7 +154,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _checked(file: Path) -> Path:
-    """Return the file after checking its folder, type, owner and mode."""
+    """Check the folder, type, owner and mode of a file; return the file."""
     _check_folder(file.parent)
     about = file.lstat()
     if not stat.S_ISREG(about.st_mode):

@@ -1,1 +1,1 @@
-"""Watch processes and restart them."""
+"""Supervises the processes of a deployment: detects their end, and restarts them."""

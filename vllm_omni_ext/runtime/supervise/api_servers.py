@@ -50,10 +50,10 @@ class _Running:
 
 
 class ApiServers:
-    """The processes and the pipes to them; a `ReplicaListener` of the replica supervisor. Leaving the block ends them
-    and the replicas.
+    """Starts the API servers, and sends them the events of replicas (it is the supervisor's `ReplicaListener`).
 
-    Methods of `ReplicaListener` run in the replica supervisor's thread, all others in the head's.
+    Use as a context manager; leaving it ends the API servers and the replicas. `wait`, entering and leaving run in the
+    head's main thread, all other public methods in the replica supervisor's thread.
 
     Args:
         views: address at which the coordinator publishes views.
@@ -74,14 +74,14 @@ class ApiServers:
         self._sending = threading.Lock()
         self._changes = OperatorChanges()
         self._changing = threading.Lock()
-        """Held while a change is sent to all API servers, and while one starts with the current state."""
+        """Held while a change is sent to all API servers, and while an API server starts with the current state."""
         self._ready_responses: dict[ReplicaId, bytes] = {}
         self._reader: threading.Thread | None = None
         self._wake, self._waker = connection.Pipe(duplex=False)
 
     @property
     def processes(self) -> dict[int, Any]:
-        """Process by number."""
+        """The process of each API server, by the server's index."""
         return {client: server.process for client, server in self._servers.items()}
 
     def __enter__(self) -> ApiServers:
@@ -104,8 +104,7 @@ class ApiServers:
         self._servers[client] = _Running(process, ours)
 
     def __exit__(self, *exc: object) -> None:
-        # Ended together with the replicas: a replica whose API server is gone would wait seconds to deliver its last
-        # message.
+        # Ended together with the replicas: a replica without its API server waits seconds to send its last message.
         self._deployment.end(list(self.processes.values()))
         if self._reader is not None:
             self._waker.send_bytes(b"end")
@@ -119,7 +118,7 @@ class ApiServers:
         self._broadcast(ReplicaStarted(replica, pid))
 
     def wait(self) -> bool:
-        """Wait until all API servers answer requests; False if one has ended instead."""
+        """Wait until all API servers accept requests. Return False if one has ended instead."""
         try:
             for client, server in self._servers.items():
                 while not isinstance(message := decode(server.pipe.recv_bytes()), ServerReady):
@@ -134,7 +133,10 @@ class ApiServers:
     # -- messages of the replica supervisor -----------------------------------------------------------------------
 
     def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
-        """Listen for a replica that is going to start. Returns the addresses it connects to, for each API server.
+        """Open the API servers' listeners for a replica, and announce the replica to the API servers.
+
+        Returns:
+            The addresses (input, output) of each API server to which the replica connects.
 
         Raises:
             OSError: this process cannot listen at that address.
@@ -145,7 +147,7 @@ class ApiServers:
         return addresses
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """A replica is ready, and can be used."""
+        """Send the API servers the data with which they connect to a replica that is ready."""
         self._starting.discard(replica)
         self._about[replica] = about = replace(about, restarts=self._totals.add(replica, about.restarts))
         for client, server in self._servers.items():
@@ -156,7 +158,7 @@ class ApiServers:
             self._send(server, message, given.socket.fileno(), taken.socket.fileno())
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """A replica is gone; `again` if it will be restarted."""
+        """Drop the state of a replica that has ended, and send `ReplicaEnded`; `again` if it will be restarted."""
         (self._starting.add if again else self._starting.discard)(replica)
         self._about.pop(replica, None)
         self._ready_responses.pop(replica, None)
@@ -174,10 +176,10 @@ class ApiServers:
     # -- when an API server dies ---------------------------------------------------------------------------------
 
     def lost(self, client: int) -> float | None:
-        """Handle the death of an API server: have the replicas abort its requests. Its clients' connections are gone.
+        """Handle the death of an API server: make the other API servers abort its requests in the replicas.
 
         Returns:
-            Pause before its restart, in seconds; None: no restart.
+            Pause before the restart of the API server, in seconds; None: no restart.
         """
         with self._changing:
             self._servers[client].up = False
@@ -188,7 +190,7 @@ class ApiServers:
         return self._restarts[client].failed(time.monotonic())
 
     def start_again(self, client: int) -> Any:
-        """Restart an API server that has died. Returns its process."""
+        """Restart an API server that has died. Return the new process."""
         about = dict(self._about)
         names = {*about, *self._starting, *self._planned}
         with self._changing:
@@ -223,7 +225,7 @@ class ApiServers:
     def _send(self, server: _Running, message: Message, *descriptors: int) -> None:
         if not server.up:
             return
-        # The process may have ended, which the supervisor detects too. Descriptors must directly follow their message.
+        # A process that has ended is handled by its supervisor. Descriptors must directly follow their message.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError), self._sending:
             server.pipe.send_bytes(encode(message))
             if descriptors:

@@ -1,4 +1,4 @@
-"""The head's side of the coordinator: names of replicas, and the coordinator's process, which is started again."""
+"""The head's part of the coordination: assigns the names of replicas, and starts the coordinator's process."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FAREWELL_MS = 200
 
 
 class Coordination:
-    """Owns the names of all replicas and the coordinator's process, whose addresses stay the same after a restart.
+    """Owns the names of all replicas, and starts the coordinator's process, each time with the same addresses.
 
     Args:
-        folder: private directory, for unix sockets; TCP is used if the head has a `master_address`.
-        forgotten: called with every replica that the coordinator has removed, and True if it had been silent.
+        folder: private directory for the Unix sockets; TCP is used if the head has a `master_address`.
+        forgotten: called with every replica that the coordinator has removed, and whether it had missed heartbeats.
     """
 
     def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[Member, bool], None]) -> None:
@@ -66,7 +66,7 @@ class Coordination:
         self.process: Any = None
 
     def start(self) -> Any:
-        """Start the process, for the first time or again; returns it once it listens.
+        """Start or restart the coordinator's process. Return the process once it listens.
 
         Raises:
             OmniError: the process does not listen; the message contains the reason.
@@ -84,7 +84,7 @@ class Coordination:
         return process
 
     def connect(self) -> None:
-        """Connect to the coordinator, after all processes of the start have been forked."""
+        """Connect to the coordinator. Called after all processes of the start have been forked."""
         self._context = zmq.Context()
         self._events = connect(self._context, zmq.PUSH, self.events, self._keys, limit=MAX_MESSAGE_BYTES)
 
@@ -102,7 +102,7 @@ class Coordination:
             log.warning("no connection to the coordinator: it removes %s after missing heartbeats", replica)
 
     def close(self) -> None:
-        """End the process; a second call does nothing."""
+        """End the coordinator's process; a second call does nothing."""
         if self._context is not None:
             self._context.destroy(linger=FAREWELL_MS)
             self._context = None
@@ -115,7 +115,7 @@ class Coordination:
             self.process = None
 
     async def follow(self) -> None:
-        """Follow the coordinator's views until the task is cancelled."""
+        """Receive the coordinator's views, and call `forgotten` for removed replicas, until the task is cancelled."""
         silent: set[Member] = set()
         with contextlib.closing(Watcher(self.views, keys=self._keys)) as watcher:
             async for view, changes in watcher:
@@ -126,7 +126,7 @@ class Coordination:
 
 
 def _run(config: CoordinatorConfig, control: Connection, parents_end: Connection, parent: int) -> None:
-    """Entry function of the process, which ends with the head."""
+    """Run the coordinator in a child process of the head. The process ends when the head ends."""
     parents_end.close()
     die_with_parent(parent)
     name_process("coordinator")

@@ -1,4 +1,4 @@
-"""`vllm serve MODEL --omni --headless`: replicas of one stage that join a head, on this host or another."""
+"""Runs `vllm serve MODEL --omni --headless`: replicas of one stage that join a head on this host or another."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Headless, Plan
 
 RETRY_S = 1.0
-"""Interval of repeated messages to a head that has not answered."""
+"""Interval at which a message to a head that has not answered is sent again."""
 
 PRESENT_S = 5.0
-"""Interval of the messages that the replicas are present; a head that does not have a replica refuses them."""
+"""Interval of the `Present` messages. A head that does not have the replica answers them with `Refusal`."""
 
 WAITING_S = 10.0
-"""Interval of the lines about a head that has not answered yet."""
+"""Interval of the lines for the operator while the head has not answered."""
 
 LEAVING_TAKES_S = 5.0
-"""Time that leaving may take beyond the drain time, and for which the coordinator may be silent meanwhile."""
+"""Time that leaving may take after the drain time, and the longest wait for a view of the coordinator meanwhile."""
 
 LONGEST_PATH = 512
-"""Longest path of a log file that is sent, in characters."""
+"""Most characters of a log file's path that are sent."""
 
 MOST_BROKEN_HANDSHAKES = 3
-"""Handshakes in a row that the other side breaks off before it counts as incompatible."""
+"""Failed handshakes in a row after which the process at the head's address is considered incompatible."""
 
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REJECTED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""After these, libzmq does not try again."""
+"""After these events, libzmq does not try again."""
 _HANDSHAKES = _BROKEN | _REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 REFUSED, FAILED = 2, 1
-"""Exit status: the head refuses these replicas; no replica could be kept running."""
+"""Exit statuses: the head has refused a replica and none is left; none is left for another reason."""
 
 
 class Refused(Final):
@@ -79,14 +79,16 @@ class Refused(Final):
 
 @dataclass
 class _Place:
-    """One of these replicas at the head: the head's answer, and the report that it is present."""
+    """One local replica that has joined: the head's answer, and the message that the replica is present."""
 
     joined: Joined
     present: Present
 
 
 class HeadClient:
-    """The connection to the head; a `ReplicaListener` of the replica supervisor. Used by one thread at a time.
+    """Registers local replicas with the head, and sends it their events (it is the supervisor's `ReplicaListener`).
+
+    Used by one thread at a time. A slot is the local id of a replica; the head assigns another id to it.
 
     Args:
         plan: same as the head's, except for the number of replicas.
@@ -112,12 +114,12 @@ class HeadClient:
         self._broken_handshakes = 0
         self.places: dict[ReplicaId, _Place] = {}
         self._names: dict[ReplicaId, ReplicaId] = {}
-        """The name that the head gave each replica last."""
+        """By slot: the id that the head assigned last."""
         self.refused = False
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Close the connection; the last messages are still sent if the head is reachable."""
+        """Close the connection; queued messages are still sent if the head is reachable within 1 s."""
         self._context.destroy(linger=int(RETRY_S * 1000))
 
     def stop(self) -> None:
@@ -128,7 +130,7 @@ class HeadClient:
         """Register one replica with the head; return the addresses to which the replica connects.
 
         Raises:
-            Refused: the head refuses it.
+            Refused: the head refuses the replica.
             OmniError: no head has answered in time.
         """
         ticket = secrets.token_hex(16)
@@ -169,7 +171,7 @@ class HeadClient:
         self._send(place.present)
 
     def ended(self, slot: ReplicaId, reason: str, *, again: bool) -> None:
-        """Report to the head that a replica is gone."""
+        """Report to the head that a replica has ended; `again` if it will be restarted."""
         if (place := self.places.pop(slot, None)) is not None:
             log = str(self.log_of(self.name_of(slot)) or "")
             self._send(Gone(ticket=place.joined.ticket, reason=reason[:200], again=again, log=log[:LONGEST_PATH]))
@@ -192,7 +194,7 @@ class HeadClient:
         return unknown
 
     def _send(self, message: Message) -> None:
-        """Send without waiting: messages to an unreachable head are dropped, and the important ones are sent again."""
+        """Send without waiting. An unreachable head does not get the message; `Join` and `Present` are sent again."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
@@ -210,7 +212,7 @@ class HeadClient:
             )
 
     def _receive(self, wait_s: float) -> Iterator[FromHead]:
-        """Yield messages of the head: all that are queued once one arrives within `wait_s` seconds."""
+        """Wait at most `wait_s` seconds for a message of the head, then yield all messages that have arrived."""
         if self._socket.poll(int(wait_s * 1000)):
             while self._socket.poll(0):
                 with contextlib.suppress(Malformed):
@@ -234,7 +236,7 @@ class HeadClient:
 
 
 def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
-    """Join the head, serve until a signal or until no replica is left, and disconnect. Returns the exit status."""
+    """Join the head, run until a signal arrives or no replica is left, and leave. Return the exit status."""
     leaving = threading.Event()
     interrupted = []
 
@@ -266,7 +268,7 @@ def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
 
 
 class HeadlessNode:
-    """The replicas of this process, from joining to leaving."""
+    """Starts the replicas of this process and makes them join the head; on exit, drains and ends them."""
 
     def __init__(self, deployment: Deployment, head: HeadClient, leaving: threading.Event) -> None:
         self._deployment = deployment
@@ -288,7 +290,7 @@ class HeadlessNode:
 
     def __exit__(self, *exc: object) -> None:
         self._head.stop()
-        self._replica_supervisor.close()  # its thread stays, because the replicas it has started end with it
+        self._replica_supervisor.close()  # its thread continues, because the replicas that it has started end with it
         joined = [place.joined for place in self._head.places.values()]
         if joined and not self._lost.issuperset(self._slots):
             asyncio.run(drain_and_wait(joined, self._head.keys))
@@ -303,7 +305,7 @@ class HeadlessNode:
             self._leaving.set()
 
     def _check_head(self) -> None:
-        """Restart the replicas that the head does not have."""
+        """Every `PRESENT_S` seconds: end the replicas that the head does not have, so that they restart and join."""
         if self._leaving.is_set():
             return
         self._replica_supervisor.after(PRESENT_S, self._check_head)
@@ -316,7 +318,7 @@ class HeadlessNode:
 
 
 async def drain_and_wait(joined: Sequence[Joined], keys: Keys | None) -> None:
-    """Have the coordinator drain these replicas, and wait until they have finished their requests."""
+    """Send the coordinator `Leave` for these replicas, and wait until their requests have ended."""
     ours = {each.member: each.proof for each in joined}
     watcher = Watcher(joined[0].views, keys=keys)
     context: zmq.Context[Any] = zmq.Context()
@@ -327,7 +329,7 @@ async def drain_and_wait(joined: Sequence[Joined], keys: Keys | None) -> None:
                 async with asyncio.timeout(LEAVING_TAKES_S):
                     view, _ = await anext(watcher)
                 left = [entry for entry in view.replicas if entry.member in ours]
-                if not left and view.settled:  # a new coordinator may not have received their heartbeats yet
+                if not left and view.settled:  # else a restarted coordinator may lack heartbeats of these replicas
                     return
                 for entry in left:
                     if entry.state is not State.DRAINING:

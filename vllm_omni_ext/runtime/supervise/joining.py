@@ -1,8 +1,8 @@
-"""Replicas of other hosts join at the head's registration port. Messages are tagged msgpack, versioned; no pickle.
+"""Lets replicas of other hosts join at the head's registration port. Messages are versioned, tagged msgpack; no pickle.
 
-A ticket identifies a replica, because its connection may break and be made again. The join server checks the replica,
-gives it a name, makes the API servers listen for it, and answers with the values with which it starts. After that, the
-coordinator tracks the replica by its heartbeats.
+A ticket (a random text in the replica's `Join`) identifies the replica, because the replica may reconnect. The join
+server checks the replica, assigns it a name, opens the API servers' listeners for it, and replies with the values with
+which the replica starts. After that, the coordinator tracks the replica by its heartbeats.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MAX_ANSWER_BYTES = 256 * 1024
 
 
 class Join(Message, frozen=True, kw_only=True, tag="join"):
-    """Request of one replica to join. `Expected` compares the first four fields with those of the head.
+    """Headless node to head: one replica asks to join. `Expected` compares the first four fields with the head's.
 
     Attributes:
-        config_hash: covers all settings that a stage's replicas share.
-        ticket: unique text of this attempt; a repeated request with the same ticket gets the same reply.
+        config_hash: hash of all settings that a stage's replicas share.
+        ticket: unique text of this attempt; a repeated `Join` with the same ticket gets the same reply.
         host: the address of the replica's host from which it reaches the head.
-        index: the index that the replica had before, if any.
+        index: the index that the head assigned to the replica last, if any.
     """
 
     stage: Name
@@ -58,7 +58,7 @@ class Join(Message, frozen=True, kw_only=True, tag="join"):
 
 
 class Present(Message, frozen=True, tag="present"):
-    """The replica that joined with this ticket has not ended. Sent repeatedly; a head without this ticket refuses it.
+    """Headless node to head, repeated: the replica with this ticket runs. A head without the ticket sends `Refusal`.
 
     `pid` is 0 until the replica is ready.
     """
@@ -69,9 +69,9 @@ class Present(Message, frozen=True, tag="present"):
 
 
 class Gone(Message, frozen=True, tag="gone"):
-    """The replica that joined with this ticket has ended; `again` if it will be restarted.
+    """Headless node to head: the replica with this ticket has ended; `again` if it will be restarted.
 
-    `log` is the path of its log file on its host; empty if it has none.
+    `log` is the path of the replica's log file on its host; empty without a log file.
     """
 
     ticket: Name
@@ -81,21 +81,21 @@ class Gone(Message, frozen=True, tag="gone"):
 
 
 class Endpoints(Struct, frozen=True):
-    """Addresses of one API server to which a replica connects."""
+    """The addresses of one API server to which a replica connects."""
 
     input: str
     output: str
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """The values with which a joining replica starts.
+    """Head to headless node: a replica may join, and starts with these values.
 
     Attributes:
         member: the replica's name and epoch; `proof` is the head's proof of both for the coordinator.
-        servers: the addresses of each API server, in order of their index.
-        events: the coordinator's address for replicas.
-        views: the coordinator's address for subscribers.
-        interval_s: time between two heartbeats.
+        servers: the addresses of each API server, in order of the servers' index.
+        events: the coordinator's address for heartbeats.
+        views: the coordinator's address from which subscribers receive views.
+        interval_s: time between two heartbeats, in seconds.
         drain_s: time that a leaving replica has to finish its requests, in seconds.
     """
 
@@ -110,7 +110,7 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Refusal(Message, frozen=True, tag="refused"):
-    """Why the replica may not join, or is no longer a member."""
+    """Head to headless node: the replica may not join, or is no member any more. `reason` is an error text."""
 
     ticket: str
     reason: str
@@ -125,7 +125,7 @@ FROM_HEAD: Channel[FromHead] = Channel(msgspec.msgpack.Decoder(FromHead), MAX_AN
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Values that every replica must have. `stages`: config hash by stage name."""
+    """The head's values, which must equal those in a `Join`. `stages`: config hash by stage name."""
 
     model: str
     version: str
@@ -138,7 +138,7 @@ class Expected:
         return cls(model=model_identity(plan.model), version=__version__, stages=stages)
 
     def objection(self, replica: Join) -> str:
-        """The reason to refuse a replica; empty if it may join."""
+        """Return the reason to refuse a replica; "" if the replica may join."""
         if replica.stage not in self.stages:
             return f"there is no stage '{replica.stage}'; there are {', '.join(sorted(self.stages)) or 'none'}"
         compared = (
@@ -150,23 +150,23 @@ class Expected:
 
 
 QUEUED_ANSWERS = 64
-"""Answers queued for a process that does not read."""
+"""Most replies that are queued for a process that does not receive them."""
 
 MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
-"""libzmq disconnects a peer that sends more than this in one frame, before the frame is in memory."""
+"""libzmq disconnects a peer that sends a longer frame, before the frame is in memory."""
 
 WITHHELD = "it does not belong to this deployment; the head's log says why"
-"""Sent instead of the reason where anyone can connect: the reason would help an attacker."""
+"""Sent instead of the reason if the head has no secret, because the reason would help an attacker."""
 
 LOG_EVERY_S = 1.0
-"""At most one refusal is logged in this time: a flood must not fill the disk."""
+"""At most one refusal is logged in this time, so that a flood of messages does not fill the disk."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Entry:
-    """One replica that has joined. `ready`: it has reported that it is ready."""
+    """One replica that has joined. `ready`: the replica has reported that it is ready."""
 
     member: Member
     host: str
@@ -175,7 +175,7 @@ class _Entry:
 
 
 class Refusals:
-    """Logs refusals, and chooses the text for refused replicas: the reason only if they have the secret."""
+    """Logs refusals, and chooses the text for refused replicas: `with_reason`, the reason; otherwise `WITHHELD`."""
 
     def __init__(self, *, with_reason: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._with_reason = with_reason
@@ -196,7 +196,7 @@ class Refusals:
 
 
 class JoinServer:
-    """Receives the messages of headless nodes; runs in the replica supervisor's thread, until the supervisor ends.
+    """Receives the messages of headless nodes and replies. Runs in the replica supervisor's thread until it ends.
 
     Args:
         tell: receives a line for the operator for every replica that joins, leaves or ends.
@@ -236,7 +236,7 @@ class JoinServer:
         self._tasks = [replica_supervisor.spawn(work()) for work in (self._serve_handshakes, self._serve)]
 
     def close(self) -> None:
-        """Close the socket, after the decision that is being made; the replica supervisor must still run."""
+        """Close the sockets, after the current message has been processed. The replica supervisor must still run."""
         for task in self._tasks:
             task.cancel()
         closed = threading.Event()
@@ -245,13 +245,14 @@ class JoinServer:
         closed.wait()
 
     def forgotten(self, member: Member, *, silent: bool) -> None:
-        """Remove the entry of a replica that the coordinator has removed; `silent`: after missing heartbeats.
+        """Remove a replica that the coordinator has removed; `silent`: because of missing heartbeats.
+
         Called in the replica supervisor's thread.
         """
         for ticket, entry in tuple(self._entries.items()):
             if entry.member == member:
                 del self._entries[ticket]
-                self._coordination.leave(member.id)  # a heartbeat of its process, which may still run, counts no more
+                self._coordination.leave(member.id)  # its process may still run: its heartbeats are ignored from now on
                 self._servers.forgotten(member.id)
                 if silent:
                     self._tell(f"error: replica {member.id} of {entry.host} is gone: no heartbeat came for too long")
@@ -267,7 +268,7 @@ class JoinServer:
             sender, *frames = await self._socket.recv_multipart()
             if (answer := self._answer(frames)) is not None:
                 await self._socket.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
-            await asyncio.sleep(0)  # a flood must not keep the supervisor from its other work
+            await asyncio.sleep(0)  # lets the supervisor's other tasks run, also in a flood of messages
 
     def _answer(self, frames: list[bytes]) -> Message | None:
         try:

@@ -1,8 +1,8 @@
-"""Keeps child processes running, replicas above all: a child that has ended is restarted after a pause.
+"""Restarts child processes, mainly replicas, after a pause when they have ended.
 
-All decisions are made in one thread, an event loop. vLLM's clients do not detect the end of a killed engine. Waiting
-for a child to be ready takes a thread per child, so that several can start at once; children that share a CUDA device
-take turns.
+vLLM's clients do not detect the end of a killed engine, so the processes are watched here. All decisions are made in
+one thread with an event loop. One more thread for each starting child waits until the child is ready, so that several
+children can start at once. Children that share a CUDA device start one after the other.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vllm_omni_ext.runtime.launch.launcher import Deployment
 from vllm_omni_ext.topology.placement import Turns
 
 RESTART_WINDOW_S, RESTART_BACKOFF_S, LONGEST_PAUSE_S = 600.0, 1.0, 30.0
-"""The time in which `restart_limit` counts, and the first and the longest pause before a restart."""
+"""Window in which failures are counted for `restart_limit`; first and longest pause before a restart. In seconds."""
 
 DOUBLINGS = 64
-"""More doublings than any pause needs to reach the longest one; bounds the exponent."""
+"""Upper bound of the exponent of the pause; every pause reaches the longest one with fewer doublings."""
 
 
 class Final(OmniError):
@@ -40,7 +40,7 @@ class Final(OmniError):
 
 
 class Exited(OmniError):
-    """A process has ended by itself."""
+    """A process has ended without being ended by the supervisor."""
 
     def __init__(self, exitcode: int | None) -> None:
         super().__init__(how_it_ended(exitcode))
@@ -49,14 +49,14 @@ class Exited(OmniError):
 
 @dataclass(frozen=True, eq=False)
 class Child:
-    """A process that is kept running. All attributes but `wait_ready` are called in the supervisor's thread.
+    """A process that the supervisor restarts. All callables but `wait_ready` are called in the supervisor's thread.
 
     Attributes:
-        start: starts the process and returns it; an exception counts as the end of the process.
+        start: starts the process and returns it; an exception is handled as the end of the process.
         ended: called with the reason (`Exited`, or the error of the start). Returns the pause before a restart in
             seconds; None: no restart.
-        wait_ready: waits until the process can be used; an exception counts as the end of the process.
-        ready: called with the process once it can be used.
+        wait_ready: waits until the process is ready; an exception is handled as the end of the process.
+        ready: called with the process once it is ready.
     """
 
     name: Any
@@ -67,11 +67,11 @@ class Child:
 
 
 class ChildSupervisor:
-    """Restarts children after their end.
+    """Starts children, watches their processes, and restarts them after their end.
 
     Args:
-        turns: the children that start one after the other.
-        closing: once set, events of children are ignored.
+        turns: determines the children that start one after the other, because they share a device.
+        closing: once set, no child is started, and the end of children is ignored.
     """
 
     def __init__(self, turns: Turns, *, closing: threading.Event | None = None) -> None:
@@ -85,12 +85,12 @@ class ChildSupervisor:
         self._thread.start()
 
     def do(self, work: Callable[[], Any]) -> None:
-        """Run `work` in the supervisor's thread, unless that has ended; may be called by any thread."""
+        """Run `work` in the supervisor's thread, unless the thread has ended. Any thread may call this."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> Future[None]:
-        """Run a coroutine in the supervisor's thread, until the supervisor ends at the latest; its error is logged."""
+        """Run a coroutine in the supervisor's thread. It is cancelled when the supervisor ends; its error is logged."""
 
         async def logged() -> None:
             try:
@@ -101,15 +101,15 @@ class ChildSupervisor:
         return asyncio.run_coroutine_threadsafe(logged(), self._loop)
 
     def after(self, pause_s: float, work: Callable[[], None]) -> None:
-        """Run `work` after a pause; called in the supervisor's thread."""
+        """Run `work` after `pause_s` seconds. Called in the supervisor's thread."""
         self._loop.call_later(pause_s, work)
 
     def watch(self, child: Child, process: Any) -> None:
-        """Supervise a running child; may be called by any thread."""
+        """Watch the running process of a child. Any thread may call this."""
         self.do(partial(self._watch, child, process))
 
     def start(self, child: Child) -> None:
-        """Start a child now, or once the children on the same device are ready or have failed; by any thread."""
+        """Start a child once no earlier child on its devices is starting. Any thread may call this."""
         self.do(partial(self._start, child))
 
     def close(self) -> None:
@@ -120,12 +120,12 @@ class ChildSupervisor:
         idle.wait()
 
     def abandon(self) -> None:
-        """Watch and start nothing any more, without waiting; any thread may call this, also the supervisor's own."""
+        """Stop starting and watching children without waiting. Any thread may call this, also the supervisor's own."""
         self._closing.set()
         self.do(self._loop.stop)
 
     def join(self) -> None:
-        """End the threads. Children that the supervisor's thread started end with it."""
+        """End the threads. Children that the supervisor's thread has started end with the thread."""
         self.do(self._loop.stop)
         self._thread.join()
         for wait in self._waits:
@@ -140,7 +140,7 @@ class ChildSupervisor:
 
     def _ended(self, child: Child, process: Any) -> None:
         self._loop.remove_reader(process.sentinel)
-        if not self._closing.is_set():  # on closing, the caller ends and joins them
+        if not self._closing.is_set():  # on closing, the caller ends and joins the processes
             process.join()
             self._failed(child, Exited(process.exitcode))
 
@@ -150,7 +150,7 @@ class ChildSupervisor:
             self._begin(self._starting.pop(name))
 
     def _start_others(self, child: Child) -> None:
-        """The start of a child is over: start the children whose turn follows."""
+        """Start the next children on the devices of a child that is ready or has failed."""
         for name in self._turns.leave(child.name):
             self.do(partial(self._begin, self._starting.pop(name)))
 
@@ -169,7 +169,7 @@ class ChildSupervisor:
     def _wait(self, child: Child, process: Any) -> None:
         try:
             child.wait_ready()
-        except Exception as error:  # vLLM's errors too: the child must not be lost with this thread
+        except Exception as error:  # any error of vLLM too: otherwise the supervisor would never restart the child
             self.do(partial(self._failed, child, error))
         else:
             self.do(partial(self._ready, child, process))
@@ -189,10 +189,10 @@ class ChildSupervisor:
 
 
 class RestartPolicy:
-    """Restart policy of one process, with a limit of failures per window.
+    """Computes the pause before each restart of one process, with a limit of restarts in a time window.
 
     Args:
-        limit: failures within the window after which the process is restarted; 0: no restarts.
+        limit: most restarts within the window; 0: no restarts.
         window_s: failures older than this are not counted, in seconds.
         backoff_s: pause before the first restart in a window; doubles with every further restart.
     """
@@ -203,13 +203,13 @@ class RestartPolicy:
         self._backoff = backoff_s
         self._failures: deque[float] = deque()
         self.count = 0
-        """Restarts so far, including those outside the window."""
+        """All restarts so far, including those before the window."""
 
     def failed(self, at: float) -> float | None:
-        """Record a failure. Returns the pause before the restart, in seconds; None: no restart.
+        """Record a failure. Return the pause before the restart, in seconds; None: no restart.
 
         Args:
-            at: monotonic seconds.
+            at: the current time, in monotonic seconds.
         """
         while self._failures and self._failures[0] <= at - self._window:
             self._failures.popleft()
@@ -222,14 +222,14 @@ class RestartPolicy:
 
 
 def restarts_of(config: OmniConfig) -> RestartPolicy:
-    """The restart policy of one process, with the limit of the configuration."""
+    """Return a restart policy for one process, with the configured `restart_limit`."""
     return RestartPolicy(limit=config.restart_limit, window_s=RESTART_WINDOW_S, backoff_s=RESTART_BACKOFF_S)
 
 
 class RestartTotals:
-    """Restarts of the replicas of each name since the deployment started.
+    """Counts the restarts of the replicas of each name since the deployment started.
 
-    A replica reports its own count, which begins at 0 on another host: the counts of one name are added up.
+    A replica's host reports the count, which begins at 0 on another host: the counts of one name are added up.
     """
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class RestartTotals:
         self._reported: dict[ReplicaId, int] = {}
 
     def add(self, replica: ReplicaId, reported: int) -> int:
-        """Add a replica's own count. Returns the total of its name."""
+        """Add the restarts since the last report of a replica's count. Return the total of the replica's name."""
         before = self._reported.get(replica, 0)
         self._reported[replica] = reported
         more = reported - before if reported >= before else reported
@@ -248,30 +248,31 @@ class RestartTotals:
 log = logging.getLogger(__name__)
 
 Addresses = Sequence[tuple[str, str]]
-"""Addresses that a replica connects to, for each API server: input, output."""
+"""The addresses (input, output) of each API server to which a replica connects."""
 
 
 class ReplicaListener(Protocol):
-    """The API servers, local or on the head, that send requests to the replicas."""
+    """Receives the events of replicas for the API servers, which run on this process's host or at the head."""
 
     def listen(self, replica: ReplicaId) -> Addresses:
-        """Listen for a replica that is going to start; OmniError or OSError if that is impossible."""
+        """Open the listeners for a replica that is going to start; OmniError or OSError if that fails."""
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """A replica is ready, and can be used."""
+        """Handle a replica that is ready for requests."""
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """A replica is gone; `again` if it will be restarted."""
+        """Handle the end of a replica; `again` if it will be restarted."""
 
 
 class ReplicaSupervisor(ChildSupervisor):
     """Supervises the replicas of a deployment, and other children that are passed to it.
 
     Args:
+        users: receives the events of replicas, for the API servers.
         host: this machine's name or address, for status pages.
         tell: receives lines for the user who started the deployment.
         leave: called in the replica supervisor's thread with every replica that has ended.
-        given_up: called in the replica supervisor's thread with every replica that is not restarted.
+        given_up: called in the replica supervisor's thread with every replica that has ended and is not restarted.
         closing: see `ChildSupervisor`.
     """
 
@@ -298,7 +299,7 @@ class ReplicaSupervisor(ChildSupervisor):
         self.children = {each.id: self._child(each.id) for each in replicas}
 
     def watch_replicas(self) -> None:
-        """Supervise the replicas that run already."""
+        """Watch the replicas that run already."""
         for replica, process in self._deployment.processes().items():
             self.watch(self.children[replica], process)
 
