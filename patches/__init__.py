@@ -1,1 +1,1 @@
-"""The patches of vLLM, one file each; `compat.PATCHES` lists them. A plain vLLM run imports `llm_omni_keyword` only."""
+"""The patches of vLLM, by file; `compat.PATCHES` lists them. Plain vLLM runs import `llm_omni_keyword` only."""

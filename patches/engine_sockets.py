@@ -1,8 +1,8 @@
-"""CURVE keys for the connections of vLLM's engine to its clients.
+"""Sets CURVE keys for the connections of vLLM's engine to its clients.
 
 Two threads of the engine (one for input, one for output) each make a ZeroMQ context and pass it to `make_zmq_socket`.
-Both run vLLM's unchanged code, but with another `make_zmq_socket`, which sets the options on the context before a
-socket for a TCP address is made. The module's own `make_zmq_socket` stays unchanged.
+Both run vLLM's unchanged code, but with another `make_zmq_socket`. It sets the options on the context before it makes a
+socket for a TCP address. The `make_zmq_socket` of vLLM's module stays unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from vllm_omni_ext.patching.patch import Patch
 
 MAKER = "make_zmq_socket"
-"""The function that vLLM calls to make a socket."""
+"""Name of the function with which vLLM makes a socket."""
 
 _options: dict[int, Any] = {}
 
@@ -29,7 +29,7 @@ def use(options: Mapping[int, Any]) -> None:
 
 
 def with_options(original: FunctionType) -> FunctionType:
-    """A copy of the function whose `make_zmq_socket` sets the options."""
+    """Return a copy of the function that makes its sockets with the options of `use`."""
     names = {**original.__globals__, MAKER: _with_options_set(original.__globals__[MAKER])}
     made = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     made.__kwdefaults__ = original.__kwdefaults__

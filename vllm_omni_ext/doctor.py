@@ -27,7 +27,7 @@ FITS = ("fits", "additions only")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings. Returns 0 if all are ok, else 1."""
+    """Print the findings, or write fingerprints. Return the exit status: 1 if a finding is not ok, else 0."""
     args = _parser().parse_args(argv)
     if args.write_fingerprints is not None:
         for package in args.write_fingerprints or own_packages():
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def diagnose() -> list[Section]:
-    """Check everything."""
+    """Return the findings about the versions, vLLM, the model plugins, the environment and the connectors."""
     return [
         environment.versions(),
         *vllm_sections(),
@@ -51,23 +51,23 @@ def diagnose() -> list[Section]:
 
 
 def packages() -> list[str]:
-    """The packages that depend on vLLM's code: the core, and those of the installed families."""
+    """Return the packages with lists of seams: the core, and the packages of the installed model families."""
     return [CORE, *(family.seams for family in families() if family.seams)]
 
 
 def own_packages() -> list[str]:
-    """The core, and the packages of the families that come with it."""
+    """Return the core, and the packages of the model families in this distribution."""
     own = [each.family for each in plugins() if each.family and each.distribution.partition(" ")[0] == PROGRAM]
     return [CORE, *(family.seams for family in own if family.seams)]
 
 
 def measured(package: str, source: VllmSource) -> seams.Fingerprints:
-    """The fingerprints of a package's symbols in this vLLM."""
+    """Return the fingerprints that the symbols of a package have in this vLLM."""
     return seams.measured(package, source, [patch.target for patch in PATCHES] if package == CORE else ())
 
 
 def models() -> Section:
-    """The installed model families, and the reasons why some cannot be used."""
+    """Return the findings about the installed model plugins: their architectures, or the error that disables one."""
     lines = [_model_line(plugin) for plugin in plugins()]
     missing = Line("all", False, "no model plugin is installed; reinstall vllm-omni-ext")
     return Section("model plugins", tuple(lines or [missing]))
@@ -83,7 +83,7 @@ def _model_line(plugin: Plugin) -> Line:
 
 
 def vllm_sections() -> list[Section]:
-    """vLLM's version, and whether each patch and each seam fits."""
+    """Return the findings about vLLM: its version, and whether each patched symbol and each seam is unchanged."""
     try:
         source = VllmSource.installed()
         tested = seams.nearest(source.version)
@@ -128,7 +128,7 @@ def _seam_lines(findings: Sequence[Finding], tested: str) -> Iterator[Line]:
 
 
 def against(wanted: str) -> list[Section]:
-    """Compare each patched symbol and each seam with those of another vLLM.
+    """Compare each patched symbol and each seam of the installed vLLM with those of another vLLM.
 
     Args:
         wanted: a folder, a wheel file or a version.

@@ -1,8 +1,8 @@
-"""Encoding of the control plane's messages: msgpack, tagged, versioned; never pickle.
+"""Encodes and decodes the messages of the control plane: versioned, tagged msgpack; never pickle.
 
-Compatibility: packages of different versions exchange only `Join` and its `Refusal`, which names the versions. There a
-field with a default may be added, since readers ignore unknown fields. Every other change of these two needs another
-`PROTOCOL`; a message of another protocol is refused with a text that names both.
+Compatibility: packages of different versions exchange only `Join` and its `Refusal`, which contains both versions. A
+field with a default may be added to these two messages, because receivers ignore unknown fields. Every other change of
+them needs another `PROTOCOL`. A message of another protocol is refused with a text that contains both protocols.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_omni_ext.errors import OmniError
 PROTOCOL = 1
 
 MAX_MESSAGE_BYTES = 4096
-"""Longest message from a replica or a headless node."""
+"""Longest message of a replica or a headless node."""
 
 MAX_VIEW_BYTES = 16 * 1024 * 1024
 """Longest view: a few hundred bytes for each replica."""
@@ -30,7 +30,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 class Malformed(OmniError):
-    """Bytes that are not a message of the expected kind.
+    """The received bytes are not a message of the expected kind.
 
     Attributes:
         protocol: the sender's protocol if it differs, else None.
@@ -55,7 +55,7 @@ Kind = TypeVar("Kind")
 
 
 class Channel(Generic[Kind]):
-    """Messages of one direction.
+    """Decodes the messages of one direction, e.g. from replicas to the coordinator.
 
     Args:
         limit: longest message, in bytes.
@@ -66,7 +66,7 @@ class Channel(Generic[Kind]):
         self.limit = limit
 
     def decode(self, data: bytes) -> Kind:
-        """Read one message; `Malformed` for anything else."""
+        """Decode one message; `Malformed` if the data is too long, of another protocol, or not a message."""
         if len(data) > self.limit:
             raise Malformed(f"a message of {len(data)} bytes; the longest allowed has {self.limit}")
         try:

@@ -1,4 +1,4 @@
-"""The findings of `doctor`, and facts about the Python environment, read without importing vLLM or torch."""
+"""Checks the Python environment for `doctor`, and formats the findings. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CUDA_ONLY = ("torchaudio", "torchcodec")
 SMALL_SHM_BYTES = 1 << 30
 """Each engine process reserves some 400 MB of shared memory; a container's default is less than this."""
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
-"""vLLM's variable: the sampler uses FlashInfer's kernels, which are compiled at the first use."""
+"""vLLM's environment variable: 1 = the sampler uses FlashInfer's kernels, which are compiled at the first use."""
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 DEFAULT_CUDA_HOME = "/usr/local/cuda"
 _VERSION = re.compile(r"^__version__\b.*?=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
@@ -38,13 +38,13 @@ _INDENT = 2
 
 @dataclass(frozen=True)
 class Line:
-    """One finding.
+    """One finding of `doctor`.
 
     Attributes:
-        name: the checked thing.
+        name: the checked package, setting or symbol.
         ok: False makes `doctor` fail.
-        state: the result, in a few words, and the remedy if it is not ok.
-        details: more about it, by heading.
+        state: the result in a few words, with the remedy if `ok` is False.
+        details: further texts, by heading.
     """
 
     name: str
@@ -55,24 +55,24 @@ class Line:
 
 @dataclass(frozen=True)
 class Section:
-    """A group of findings."""
+    """A group of findings with a title."""
 
     title: str
     lines: tuple[Line, ...]
 
     @property
     def ok(self) -> bool:
-        """True if every line is."""
+        """Whether all findings are ok."""
         return all(line.ok for line in self.lines)
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Text for a terminal: one line per finding, details indented below it, a text of several lines without heading."""
+    """Return the findings as text: one line each, with the details below; details of several lines have no heading."""
     return "\n".join(row for section in sections for row in _rows(section))
 
 
 def as_data(sections: Sequence[Section]) -> dict[str, object]:
-    """Data for `--json`."""
+    """Return the findings as data for `--json`."""
     return {
         "ok": all(section.ok for section in sections),
         "sections": {
@@ -98,7 +98,7 @@ def _rows(section: Section) -> Iterator[str]:
 
 
 def versions() -> Section:
-    """This package, Python and torch; vLLM has its own section."""
+    """Return the versions of this package, Python and torch; vLLM has its own section."""
     torch = _version_file("torch")
     lines = [
         Line("vllm-omni-ext", True, __version__),
@@ -109,13 +109,13 @@ def versions() -> Section:
 
 
 def accelerator() -> str:
-    """The accelerator that torch was built for: "cpu", "cuda 13.0", ..."""
+    """Return the accelerator that torch was built for: "cpu", "cuda 13.0", ..."""
     found = _ACCELERATOR.search(_version_file("torch") or "")
     return f"{found.group(1)} {found.group(2)}" if found else "cpu"
 
 
 def hooks(environ: Mapping[str, str] = os.environ) -> Section:
-    """Entry points, settings that disable them, and whether the real vllm-omni is installed."""
+    """Check the entry points, the settings that disable them, and whether another package provides `vllm_omni`."""
     lines = [_entry_point(group, name, purpose) for group, name, purpose in ENTRY_POINTS]
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         state = "set, so the torch.backends entry point does not run; unset it, or use `vllm-omni-ext serve`"
@@ -128,12 +128,12 @@ def hooks(environ: Mapping[str, str] = os.environ) -> Section:
 
 
 def traps() -> Section:
-    """Packages known to break an otherwise correct environment."""
+    """Check for packages that break a correct environment, and for optional packages whose lack disables a feature."""
     return Section("known traps", tuple(_traps()))
 
 
 def connectors() -> Section:
-    """The connectors between stages that can be used here."""
+    """Check which connectors between stages can be used on this machine."""
     return Section("connectors", (_shared_memory(), _tcp(), _mooncake()))
 
 
@@ -170,7 +170,7 @@ def _traps() -> Iterator[Line]:
 
 
 def missing_for_flashinfer(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the part of the CUDA toolkit without which FlashInfer cannot compile its sampler; "" if there is none.
+    """Return the missing part of the CUDA toolkit that FlashInfer needs to compile its sampler; "" if none is missing.
 
     vLLM 0.32 does not check this: a stage that samples would end in its warm-up.
     """
@@ -223,7 +223,7 @@ def _mooncake() -> Line:
 
 
 def _other_cuda(error: str) -> str:
-    """Advice if Mooncake's package is for another CUDA version than this machine's."""
+    """Return advice if Mooncake's package needs another CUDA version than this machine has; "" otherwise."""
     missing = re.search(r"libcudart\.so\.(\d+)", error)
     if missing is None:
         return ""

@@ -60,14 +60,14 @@ def end_with_process(pid: int) -> None:
 def leave_interrupts_to_parent() -> None:
     """Ignore SIGINT from now on; called in the main thread.
 
-    A terminal sends SIGINT to all processes of its group. vLLM's engine would abort its requests at once, while the
-    parent still gives them time to end.
+    A terminal sends SIGINT to all processes of its group. vLLM's engine would abort its requests at once; the parent
+    first waits for their end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Describe the end of a process: the name of the signal that killed it, or its exit code (negative: a signal)."""
+    """Return a text with the exit code of a process, or the signal that killed it (a negative exit code)."""
     if exitcode is None or exitcode >= 0:
         return f"its process ended with exit code {exitcode}"
     try:
@@ -79,7 +79,7 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def _free_space() -> str:
-    """Return the free space where processes of a deployment map files: metrics, and the queues of several devices."""
+    """Return a text with the free space of the folders in which a deployment's processes map files."""
     places = (tempfile.gettempdir(), SHARED)
     return ", ".join(f"{place} has {shutil.disk_usage(place).free >> 20} MiB free" for place in places)
 

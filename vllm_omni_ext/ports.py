@@ -1,4 +1,4 @@
-"""TCP ports on which processes listen for other hosts: those of a range that a firewall lets through, or any. Pure."""
+"""Chooses TCP ports for listeners that other hosts reach: any port, or one of a range that a firewall allows. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 ANY = 0
-"""Port number for one that the system chooses."""
+"""Port number with which the system chooses a free port."""
 
 EVENTS_PORT, VIEWS_PORT = 1, 2
-"""Offsets from the head's port: for heartbeats, and for views."""
+"""Offsets from the head's port to the coordinator's ports for heartbeats and for views."""
 
 MOONCAKE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")
-"""Environment variables with the first and the last port of Mooncake's engine, which listens on two of them."""
+"""Environment variables with the first and the last port of Mooncake's engine, which listens on 2 of them."""
 
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 
@@ -26,7 +26,7 @@ def port_range(text: str) -> tuple[int, int]:
     """Parse `20000-20099`: first and last port.
 
     Raises:
-        ValueError: it is no range of ports.
+        ValueError: the text is not a range of ports.
     """
     match = _RANGE.fullmatch(text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -51,7 +51,7 @@ def bind_within(ports: Sequence[int] | None, bind: Callable[[int], T]) -> T:
     for port in random.sample(range(first, last + 1), last + 1 - first):
         try:
             return bind(port)
-        except Exception as error:  # OSError, or ZMQError, which is none
+        except Exception as error:  # OSError, or ZMQError, which is no OSError
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise
     raise OSError(errno.EADDRINUSE, f"all ports of cluster.port_range {first}-{last} are in use")

@@ -1,4 +1,4 @@
-"""Process titles, which every user of the machine can read with `ps` and in /proc/*/cmdline."""
+"""Sets process titles, which every user of the machine can read with `ps` and in /proc/*/cmdline."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ HIDDEN = "***"
 
 
 def name_process(name: str, words: Sequence[str] = ()) -> None:
-    """Overwrite this process's command line, which processes that are forked from it inherit.
+    """Overwrite this process's command line. Processes that are forked from it inherit the command line.
 
     Args:
         name: role of the process, e.g. `head` or `talker/0`.
-        words: its arguments, shown without secrets.
+        words: arguments of the process, shown without secrets.
     """
     with contextlib.suppress(ImportError):  # vLLM requires setproctitle, but also works without
         import setproctitle
@@ -24,7 +24,7 @@ def name_process(name: str, words: Sequence[str] = ()) -> None:
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """The same arguments with `***` for the values of `SECRET_FLAGS`, also where a flag is abbreviated."""
+    """Return the arguments with `***` instead of the values of `SECRET_FLAGS`, also of abbreviated flags."""
     shown: list[str] = []
     secret = False
     for word in words:
@@ -38,6 +38,6 @@ def without_secrets(words: Iterable[str]) -> list[str]:
 
 
 def _is_secret(flag: str) -> bool:
-    """Whether argparse may take a flag for one of `SECRET_FLAGS`."""
+    """Return whether argparse may read a flag as one of `SECRET_FLAGS`."""
     name = flag.lstrip("-").replace("_", "-")
     return flag.startswith("--") and bool(name) and any(secret.startswith(name) for secret in SECRET_FLAGS)

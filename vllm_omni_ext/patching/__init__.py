@@ -1,1 +1,1 @@
-"""Patches of vLLM, and the comparison of vLLM's code with the code that this package was written against."""
+"""Applies patches of vLLM, and compares vLLM's code with the code that this package was tested with."""

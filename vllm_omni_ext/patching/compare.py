@@ -1,4 +1,4 @@
-"""The difference of each symbol between two vLLM versions."""
+"""Compares symbols (functions, methods and classes) of two vLLM versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHEELS = (
     "--python-version=3.12",
     *(f"--platform=manylinux_2_{minor}_x86_64" for minor in range(17, 40)),
 )
-"""Options of pip, which may run on any platform: the Python files of vLLM's wheels are the same on all."""
+"""Options of pip for one platform, on any machine: vLLM's wheels contain the same Python files for all platforms."""
 
 _BLOCKS = ("body", "orelse", "finalbody")
 _ENDS = (ast.Return, ast.Raise, ast.Break, ast.Continue)
@@ -31,7 +31,7 @@ _ENDS = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 
 @dataclass(frozen=True)
 class Difference:
-    """One symbol in two vLLM versions; `diff` is the unified difference of its source."""
+    """The comparison of one symbol in two vLLM versions; `diff` is the unified diff of its source."""
 
     target: str
     state: State
@@ -39,7 +39,7 @@ class Difference:
 
 
 def differences(targets: Iterable[str], old: VllmSource, new: VllmSource) -> list[Difference]:
-    """Compare the symbols that are in `old` with those in `new`."""
+    """Compare each target that `old` defines with the same symbol in `new`."""
     before, after = f"vLLM {old.version}", f"vLLM {new.version}"
     found = []
     for target in targets:
@@ -53,10 +53,10 @@ def differences(targets: Iterable[str], old: VllmSource, new: VllmSource) -> lis
 
 
 def state_of(was: str, now: str) -> State:
-    """The state of a definition whose text `was` is `now` another.
+    """Compare the texts of a definition in an older (`was`) and a newer version (`now`), and return the state.
 
-    "additions only": all old statements are there in their order, new parameters and fields have defaults, and a class
-    has no new abstract methods.
+    "additions only": the newer text contains all old statements in their order, new parameters and fields have
+    defaults, and a class has no new abstract methods.
     """
     old, new = _parse(was), _parse(now)
     if ast.dump(old) == ast.dump(new):
@@ -65,7 +65,7 @@ def state_of(was: str, now: str) -> State:
 
 
 def other_vllm(wanted: str, folder: Path) -> VllmSource:
-    """The vLLM in a folder or wheel file, or of a version, whose wheel pip downloads into `folder`."""
+    """Return the source of `wanted`: a folder, a wheel file, or a version, whose wheel pip downloads into `folder`."""
     if Path(wanted).exists():
         return VllmSource.at(Path(wanted))
     try:
@@ -79,7 +79,7 @@ def other_vllm(wanted: str, folder: Path) -> VllmSource:
 
 
 def _parse(code: str) -> ast.Module:
-    """The tree without docstrings and placeholders. A text that a string's lines keep indented is put into a block."""
+    """Return the syntax tree without docstrings, `pass` and `...`. An indented text is parsed as a block."""
     tree = ast.parse(f"if 1:\n{code}" if code[:1].isspace() else code)
     for node in ast.walk(tree):
         for block in _BLOCKS:
@@ -94,7 +94,7 @@ def _is_empty(statement: ast.stmt) -> bool:
 
 
 def _adds(old: ast.AST, new: ast.AST) -> bool:
-    """Whether `new` is `old`, possibly with more statements and parameters."""
+    """Return whether `new` equals `old`, except for added statements and parameters."""
     return type(old) is type(new) and all(
         _adds_to_field(old, name, was, getattr(new, name)) for name, was in ast.iter_fields(old)
     )
@@ -121,7 +121,7 @@ def _adds_statements(old: list[ast.stmt], new: list[ast.stmt], *, in_class: bool
 
 
 def _changes_class(added: ast.stmt, after: list[ast.stmt]) -> bool:
-    """Whether an added statement is a field that changes the constructor, or a method that each subclass must have."""
+    """Return whether a statement adds a field that changes the constructor, or a method that subclasses must define."""
     if isinstance(added, ast.AnnAssign):
         return added.value is None or any(isinstance(each, ast.AnnAssign) for each in after)
     return any("abstractmethod" in ast.dump(each) for each in getattr(added, "decorator_list", ()))
@@ -142,14 +142,14 @@ def _adds_parameters(old: ast.arguments, new: ast.arguments) -> bool:
 
 
 def _positional(arguments: ast.arguments) -> list[tuple[str, str]]:
-    """Each positional parameter and its default; "" without one."""
+    """Return each positional parameter with its default; "" without a default."""
     names = [f"{_text(each)} /" for each in arguments.posonlyargs] + [_text(each) for each in arguments.args]
     without = len(names) - len(arguments.defaults)
     return list(zip(names, [""] * without + [_text(each) for each in arguments.defaults], strict=True))
 
 
 def _keywords(arguments: ast.arguments) -> dict[str, str]:
-    """Keyword-only parameter -> its default; "" without one."""
+    """Return the defaults of the keyword-only parameters by name; "" without a default."""
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {_text(each): "" if default is None else _text(default) for each, default in pairs}
 

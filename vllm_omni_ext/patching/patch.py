@@ -1,4 +1,4 @@
-"""Patches, and their application. Light, because the start-up hook imports this module in plain vLLM runs too."""
+"""Applies patches to vLLM. Imports little, because the start-up hook imports this module in plain vLLM runs too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from vllm_omni_ext.errors import IncompatibleVllm
 
 _in_place: dict[str, Any] = {}
-"""Patch name -> the replacement in vLLM; written last."""
+"""Patch name -> the replacement that is set in vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class Patch:
     Attributes:
         name: short and unique.
         target: e.g. "vllm.entrypoints.llm:LLM.__init__".
-        when: the processes that apply the patch, for a reader.
+        when: text with the processes that apply the patch.
         why: the feature that is impossible without the patch.
         upstream: address of the issue or pull request, or "none: <reason>".
         remove_when: condition under which the patch can be removed.
-        wrap: original -> replacement.
+        wrap: returns the replacement of the original attribute.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Patch:
 
 
 def _attribute(patch: Patch, module: ModuleType) -> tuple[Any, str]:
-    """The object whose attribute the patch replaces, and the attribute's name."""
+    """Return the object whose attribute the patch replaces, and the attribute's name."""
     *path, name = patch.target.partition(":")[2].split(".")
     return functools.reduce(getattr, path, module), name
 
@@ -50,7 +50,7 @@ def _put(patch: Patch, owner: Any, name: str, replacement: Any) -> None:
 
 
 def apply_on_import(patch: Patch, module: ModuleType) -> None:
-    """Apply a patch to a module that was just imported, unchecked: the patch takes effect only with omni.
+    """Apply a patch to a module that was just imported, without a check: with omni, `compat.activate` checks later.
 
     Does nothing if the target is missing, so that an untested vLLM runs as without this package.
     """
@@ -64,7 +64,7 @@ def apply_on_import(patch: Patch, module: ModuleType) -> None:
 
 
 def apply_all(patches: Iterable[Patch]) -> None:
-    """Apply all patches that are not in place yet, or none if one of them fails. Their targets must have been checked.
+    """Apply all patches that are not applied yet, or none if one fails. The caller must have checked the targets.
 
     Raises:
         IncompatibleVllm: another package has replaced a target.
@@ -83,7 +83,7 @@ def apply_all(patches: Iterable[Patch]) -> None:
 
 
 def _refuse_foreign(patch: Patch, live: Any, module: ModuleType) -> None:
-    """Check that the function in memory was made from the checked text."""
+    """Raise IncompatibleVllm if the function in memory does not come from its module's file, which was checked."""
     function = getattr(live, "__func__", live)
     if isinstance(function, FunctionType) and function.__code__.co_filename == module.__file__:
         return

@@ -1,8 +1,8 @@
-"""The vLLM code that a package depends on, as data in that package, and the comparison of this data with a vLLM.
+"""Checks the seams of a package: the symbols of vLLM that the package depends on.
 
-`seams.toml` lists the symbols, each with the reason, and the attributes that are replaced at run time.
+`seams.toml` in the package lists the symbols, each with the reason, and the attributes that are replaced at run time.
 `fingerprints/0.32.json` has the fingerprints of those symbols that vLLM 0.32 has; `vllm-omni-ext doctor
---write-fingerprints` writes it. A version is supported if the core has such a file for it.
+--write-fingerprints` writes the file. A vLLM version is supported if the core has such a file for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching.source import VllmSource, fingerprint
 
 CORE = "vllm_omni_ext.patching"
-"""The package with the data of the core."""
+"""Name of the package with the `seams.toml` and the fingerprints of the core."""
 
 AT_START, BY_DOCTOR = GROUPS = ("checked_at_start", "checked_by_doctor")
-"""Symbols that patches and overrides replace or rely on, and all others."""
+"""Groups of symbols: those that patches and overrides replace or depend on, and all others."""
 
 ALLOW_DRIFT = "VLLM_OMNI_EXT_ALLOW_DRIFT"
-"""Environment variable: symbols, separated by commas, whose changes are accepted. There is no "all"."""
+"""Environment variable with the symbols, separated by commas, whose changes are accepted. There is no value for all."""
 
 Fingerprints = Mapping[str, Mapping[str, str]]
 """Group -> symbol -> fingerprint."""
@@ -36,7 +36,7 @@ Fingerprints = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One symbol in a vLLM: "fits", "drift allowed", "missing" or "drifted", and the error for the last two."""
+    """The check of one symbol: "fits", "drift allowed", "missing" or "drifted", with an error text for the last two."""
 
     target: str
     state: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def seams(package: str) -> dict[str, dict[str, str]]:
-    """Group -> symbol, e.g. "vllm.v1.engine.utils:launch_core_engines" -> the reason why the package depends on it."""
+    """Return by group and symbol, e.g. "vllm.v1.engine.utils:launch_core_engines", why the package depends on it."""
     data = _listed(package)
     return {
         group: {f"{module}:{name}": use for module, rows in data.get(group, {}).items() for name, use in rows.items()}
@@ -53,31 +53,35 @@ def seams(package: str) -> dict[str, dict[str, str]]:
 
 
 def overrides(package: str) -> list[dict[str, str]]:
-    """The attributes of other packages that the package replaces at run time; the core's `seams.toml` has the keys."""
+    """Return the attributes of other packages that the package replaces at run time, as listed in its `seams.toml`."""
     found: list[dict[str, str]] = _listed(package).get("overrides", [])
     return found
 
 
 def versions(package: str = CORE) -> list[str]:
-    """The vLLM versions that the package has fingerprints of, e.g. "0.32", in order."""
+    """Return the sorted vLLM versions, e.g. "0.32", of which the package has fingerprints."""
     folder = _data(package, "fingerprints")
     files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     return sorted((name.removesuffix(".json") for name in files if name.endswith(".json")), key=Version)
 
 
 def is_supported(version: str) -> bool:
-    """Whether the core has fingerprints of this vLLM version; pre-releases and local builds count by their number."""
+    """Return whether the core has fingerprints of this vLLM version; only major and minor number are compared."""
     return series(version) in versions()
 
 
 def series(version: str) -> str:
-    """The name of a version's data: "0.32.1rc2" -> "0.32"."""
+    """Return the major and minor number of a version, which name its fingerprints: "0.32.1rc2" -> "0.32"."""
     parsed = Version(version)
     return f"{parsed.major}.{parsed.minor}"
 
 
 def nearest(version: str, package: str = CORE) -> str:
-    """The version itself if the package has fingerprints of it, else the one before it, else the first one."""
+    """Return the version whose fingerprints apply: the newest that is not newer than `version`, else the oldest.
+
+    Raises:
+        IncompatibleVllm: the package has no fingerprints.
+    """
     known = versions(package)
     if not known:
         remedy = f"run `vllm-omni-ext doctor --write-fingerprints {package}`"
@@ -86,13 +90,13 @@ def nearest(version: str, package: str = CORE) -> str:
 
 
 def fingerprints(package: str, version: str) -> Fingerprints:
-    """The fingerprints that the package was tested with, of the nearest version."""
+    """Return the fingerprints in the package of the version `nearest` to this one."""
     data: Fingerprints = json.loads(_data(package, "fingerprints", f"{nearest(version, package)}.json").read_text())
     return data
 
 
 def measured(package: str, source: VllmSource, patched: Iterable[str] = ()) -> Fingerprints:
-    """The fingerprints of the package's symbols that are in this vLLM; `patched` are the targets of its patches."""
+    """Compute the fingerprints of the package's symbols in this vLLM, including the patch targets `patched`."""
     listed = {group: [*rows, *(patched if group == AT_START else ())] for group, rows in seams(package).items()}
     return {
         group: {target: fingerprint(code) for target in sorted(targets) if (code := source.definition(target))}
@@ -101,7 +105,7 @@ def measured(package: str, source: VllmSource, patched: Iterable[str] = ()) -> F
 
 
 def allowed_drift(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The symbols that the user accepts although they changed."""
+    """Return the symbols whose changes the user accepts, from `ALLOW_DRIFT`."""
     return frozenset(name.strip() for name in environ.get(ALLOW_DRIFT, "").split(",") if name.strip())
 
 
@@ -111,7 +115,7 @@ def inspect_all(expected: Mapping[str, str], source: VllmSource, allowed: frozen
 
 
 def check(expected: Mapping[str, str], source: VllmSource, *, allowed: frozenset[str] | None = None) -> None:
-    """Raise IncompatibleVllm, naming every symbol that does not fit."""
+    """Raise IncompatibleVllm if symbols are missing or changed; the message contains all of them."""
     findings = inspect_all(expected, source, allowed_drift() if allowed is None else allowed)
     if errors := [finding.error for finding in findings if finding.error]:
         raise IncompatibleVllm("\n".join(errors))

