@@ -51,7 +51,7 @@ def diagnose() -> list[Section]:
 
 
 def packages() -> list[str]:
-    """Return the packages with lists of seams: the core, and the packages of the installed model families."""
+    """Return the packages that have a `seams.toml`: the core, and packages of the installed model families."""
     return [CORE, *(family.seams for family in families() if family.seams)]
 
 

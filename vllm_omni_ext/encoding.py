@@ -46,7 +46,7 @@ class _Versioned(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """Base of all messages."""
+    """Base class of all messages of the control plane."""
 
     protocol: int = PROTOCOL
 

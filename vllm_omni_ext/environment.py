@@ -25,7 +25,7 @@ ENTRY_POINTS = (
 CUDA_ONLY = ("torchaudio", "torchcodec")
 """Packages whose usual wheels are CUDA builds and break `import transformers` with a CPU torch."""
 SMALL_SHM_BYTES = 1 << 30
-"""Each engine process reserves some 400 MB of shared memory; a container's default is less than this."""
+"""Least free shared memory: each engine process reserves some 400 MB, and containers have less by default."""
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """vLLM's environment variable: 1 = the sampler uses FlashInfer's kernels, which are compiled at the first use."""
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")

@@ -1,6 +1,6 @@
-"""Ties a process to its parent: the process ends when its parent has ended, and leaves Ctrl-C to its parent.
+"""Ties a process to its parent: the process ends when its parent has ended, and ignores Ctrl-C.
 
-Also ends processes (`end_processes`), and describes the end of one (`how_it_ended`).
+Also ends processes (`end_processes`), and describes the end of a process (`how_it_ended`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_with_process(pid: int) -> None:
-    """End this process with SIGKILL when its parent has ended; any of its threads may have started it (Linux only).
+    """End this process with SIGKILL when its parent has ended, not with the parent's thread (Linux only).
 
     Args:
         pid: process id of the parent.

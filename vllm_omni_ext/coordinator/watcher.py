@@ -19,7 +19,7 @@ from vllm_omni_ext.coordinator.members import VIEWS, Change, View, ViewDiff
 from vllm_omni_ext.encoding import MAX_VIEW_BYTES, Malformed
 
 BUSY_S = 1.0
-"""An event loop that wakes up later than this was busy, or its process was stopped. Such a wait is not counted."""
+"""If a wait takes this much longer than its limit, this process was busy or stopped, and the wait is not counted."""
 
 log = logging.getLogger(__name__)
 

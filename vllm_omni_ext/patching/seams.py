@@ -44,7 +44,7 @@ class Finding:
 
 
 def seams(package: str) -> dict[str, dict[str, str]]:
-    """Return by group and symbol, e.g. "vllm.v1.engine.utils:launch_core_engines", why the package depends on it."""
+    """Return group -> symbol, e.g. "vllm.v1.engine.utils:launch_core_engines" -> reason for the dependency."""
     data = _listed(package)
     return {
         group: {f"{module}:{name}": use for module, rows in data.get(group, {}).items() for name, use in rows.items()}

@@ -139,7 +139,7 @@ class StagePool:
 
     @property
     def open_replicas(self) -> tuple[ReplicaId, ...]:
-        """The replicas that a new request may get: open ones, else avoided ones. Sleeping ones only if none is awake."""
+        """The replicas that a new request may get: open ones, else avoided ones. Sleeping only if none is awake."""
         return tuple(self._candidates())
 
     def admit(

@@ -64,7 +64,7 @@ class AdapterLoaded(_Tagged, frozen=True):
 
 
 class AdapterUnloaded(_Tagged, frozen=True):
-    """Change: requests may not name an adapter any more, also one of the command line (`--lora-modules`)."""
+    """Change: requests may not name an adapter any more; also used for adapters of `--lora-modules`."""
 
     name: str
 
@@ -175,7 +175,7 @@ class ReplicaEnded(_Tagged, frozen=True):
 
 
 class Server(msgspec.Struct, frozen=True):
-    """One API server; `restarts` counts its restarts."""
+    """State of one API server; `up`: its process runs, `restarts`: number of its restarts."""
 
     index: int
     pid: int
@@ -190,7 +190,7 @@ class Servers(_Tagged, frozen=True):
 
 
 class ServerLost(_Tagged, frozen=True):
-    """Head to API server: another one died at the Unix time `at` (seconds); replicas must abort its requests."""
+    """Head to API server: API server `index` died at the Unix time `at` (s); replicas must abort its requests."""
 
     index: int
     at: float

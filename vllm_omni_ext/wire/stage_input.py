@@ -80,7 +80,7 @@ def generated_before(extra_args: Mapping[str, Any]) -> int:
 
 
 class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The stream and the part of the stream that a request contains.
+    """Header of a request that contains one part of a stream.
 
     Attributes:
         stream: name of the stream, unique for each attempt.

@@ -214,7 +214,7 @@ class Calls:
         replies = dict(zip(replicas, answers, strict=True))
         if utility in (WAKE, RESUME):
             done = (lambda reply: reply.value) if utility == WAKE else (lambda reply: reply.error is None)
-            woken = tuple(replica for replica, reply in replies.items() if done(reply))  # fully awake
+            woken = tuple(replica for replica, reply in replies.items() if done(reply))  # fully awake ones
             await self.share(ReplicasSlept(woken, asleep=False))
         return replies
 
@@ -234,7 +234,7 @@ async def _call(replica: Replica, utility: str, args: tuple[Any, ...], timeout_s
 
 
 def _named_after(replica: ReplicaId, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of `profile_async` with the replica's name in the prefix of the file, as each writes one."""
+    """Add the replica's name to the file prefix in arguments of `profile_async`: each replica needs its own files."""
     start, prefix, *rest = (*args, None) if len(args) == 1 else args
     if not start:
         return args

@@ -75,7 +75,7 @@ class Client(AsyncMPClient):
     def _await_connection(self) -> None:
         """Wait until the engine has connected: ZeroMQ drops messages that are sent earlier, without an error.
 
-        After `CONNECT_MS` this only logs a warning: the engine's reports detect a hung engine.
+        After `CONNECT_MS` this only logs a warning. A hung engine never connects; it also stops sending heartbeats.
         """
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.input_socket)
         socket.router_mandatory = True  # otherwise the socket always counts as writable
@@ -211,9 +211,10 @@ class StockReplica:
             self._calls.discard(call)
 
     async def outputs(self) -> EngineCoreOutputs:
-        """Return the next outputs of this replica for this API server. If the replica is dead, pending `call`s end.
+        """Return the next outputs of this replica for this API server.
 
-        While outputs are queued, this yields to the other tasks of the event loop; `Queue.get` alone would not.
+        If the replica is dead, this and pending `call`s raise EngineDeadError. While outputs are queued, this yields
+        to the other tasks of the event loop; `Queue.get` alone would not.
         """
         try:
             while True:

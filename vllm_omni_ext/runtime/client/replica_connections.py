@@ -292,7 +292,7 @@ class ReplicaConnections:
             self._connect_tasks.pop(replica, None)
             await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
             return
-        if (before := self.replicas.get(replica)) is not None:  # it has ended, but has not been dropped yet
+        if (before := self.replicas.get(replica)) is not None:  # its process has ended, but `_drop` has not run
             await self._drop(before, "another process has its place")
         self._connect_tasks.pop(replica, None)
         self._count_restarts(replica, about.restarts)
@@ -392,7 +392,7 @@ class ReplicaConnections:
                 if connected is not None and replica in self._lost_requests:
                     self._reattach_tasks[replica] = self._spawn(self._attach_again(connected))
             case Detach(member, reason) if connected is not None and self._members.get(replica) == member:
-                self._orchestrator.announce(replica)  # it may return
+                self._orchestrator.announce(replica)  # the replica may return
                 self._lost_requests[replica] = await self._leave(replica, reason)
             case Forget(member) if replica not in self._local:
                 # A local replica keeps its connection: the end of its process is detected, and it may still return.

@@ -221,7 +221,7 @@ class Deployment:
     def _replica_environment(self, stage: str, folder: str) -> Iterator[None]:
         """Set the environment for making configs of a stage and starting its replicas; `folder`: for their files."""
         variables = {"VLLM_RPC_BASE_PATH": folder}
-        if (ports := self.plan.config.cluster.ports) is not None:  # Mooncake's library reads them when it is imported
+        if (ports := self.plan.config.cluster.ports) is not None:  # Mooncake's library reads them at its import
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
         variables |= self.plan.config.stage(stage).env
         defaults = dict(self.plan.stage(stage).env)
@@ -241,7 +241,7 @@ class Deployment:
         args = stage_engine_args(self.plan, replica)
         config = engine_config(replica.stage, args, self._usage)
         self._keep(replica.stage, config)
-        if config.kv_transfer_config is not None:  # not in the plan, which hosts compare
+        if config.kv_transfer_config is not None:  # set here, because hosts compare their plans
             config.kv_transfer_config.kv_connector_extra_config[HOST] = self._host
         scheduling: Any = config.scheduler_config
         scheduling.scheduler_cls = WithAgent(
@@ -391,7 +391,7 @@ class Deployment:
         if about is None:
             about = self.about()
         for stage in self.plan.stages:
-            if stage.name not in self.configs:  # it has no local replica
+            if stage.name not in self.configs:  # the stage has no local replica
                 with self._replica_environment(stage.name, self.folder):
                     args = any_replica_args(self.plan, stage.name)
                     self._keep(stage.name, engine_config(stage.name, args, self._usage))

@@ -77,7 +77,7 @@ def _is_fatal(text: str) -> bool:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[None]:
-    """Append standard output and standard error to a file, also those of C code and of processes started inside."""
+    """Append this process's standard output and error to a file inside the block, also those of C code and children."""
     _flush()
     kept = {number: os.dup(number) for number in (_OUT, _ERR)}
     try:

@@ -34,7 +34,7 @@ _INSTEAD = "name another file with --omni-cluster-secret-file"
 
 
 def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> Plan:
-    """Return the plan with the path of its secret file; unchanged if the plan needs no secret (no `master_address`).
+    """Return the plan with the path of its secret file; unchanged without `master_address` or without `cluster_auth`.
 
     Args:
         headless: the process is a headless node, not a head.

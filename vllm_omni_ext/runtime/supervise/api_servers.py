@@ -1,4 +1,4 @@
-"""The API server processes: the head starts them, sends them messages, and restarts them."""
+"""Starts and restarts the API server processes, and sends them messages. Runs in the head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
 from vllm_omni_ext.runtime.supervise.process_watcher import RestartTotals, restarts_of
 
 Start = Callable[[Connections, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
-"""Returns the entry function of an API server process and its arguments, from its connections and its pipe end."""
+"""Function that returns the entry function and the arguments of an API server process that gets these connections and
+this pipe end."""
 
 
 @dataclass
@@ -168,7 +169,10 @@ class ApiServers:
         self._broadcast(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """Drop the state of a removed replica here and in the API servers, unless its id is in use again."""
+        """Drop the state of a replica that the coordinator has removed.
+
+        Does nothing if `ended` has dropped the state already: then the id may be in use again.
+        """
         if self._about.pop(replica, None) is not None:
             self._ready_responses.pop(replica, None)
             self._deployment.unlisten(replica)

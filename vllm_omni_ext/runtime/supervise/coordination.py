@@ -89,7 +89,7 @@ class Coordination:
         self._events = connect(self._context, zmq.PUSH, self.events, self._keys, limit=MAX_MESSAGE_BYTES)
 
     def leave(self, replica: ReplicaId) -> None:
-        """Free the name of a process that has ended, and report its end to the coordinator."""
+        """Free the name of a replica whose process has ended, and send the coordinator `Leave`."""
         member = self.names.get(replica)
         if member is None:
             return

@@ -219,7 +219,7 @@ class HeadClient:
                     yield FROM_HEAD.decode(self._socket.recv())
 
     def identity(self, slot: ReplicaId) -> ReplicaIdentity:
-        """Return the identity that a replica's process gets: its id, and the address of the coordinator."""
+        """Return the identity for a replica's process: the replica's id, and the values for its heartbeats."""
         joined = self.places[slot].joined
         return ReplicaIdentity(
             stage=slot.stage,

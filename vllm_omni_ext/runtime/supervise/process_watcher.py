@@ -40,7 +40,7 @@ class Final(OmniError):
 
 
 class Exited(OmniError):
-    """A process has ended without being ended by the supervisor."""
+    """A supervised process has ended; the message contains its exit code or signal."""
 
     def __init__(self, exitcode: int | None) -> None:
         super().__init__(how_it_ended(exitcode))
