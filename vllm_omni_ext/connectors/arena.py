@@ -1,8 +1,8 @@
 """Allocator of byte ranges in a fixed block of memory. Pure: works on offsets, without the memory itself.
 
-First fit by address. Ranges can be freed in any order: with a ring buffer, a request that is retained for a failover
-would block the memory of later requests. Low addresses are reused first, so that the number of touched pages never
-exceeds the peak use, and cached pages are reused.
+The allocator takes the first free span that fits, by address. Ranges can be freed in any order: with a ring buffer, a
+request that is retained for a failover would block the memory of later requests. Low addresses are reused first, so
+that the number of touched pages never exceeds the peak use, and cached pages are reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALIGNMENT = 64
 
 
 def room(size: int) -> int:
-    """`size` rounded up to whole cache lines, at least one."""
+    """Return `size` in bytes, rounded up to whole cache lines, at least one."""
     return max(1, -(-size // ALIGNMENT)) * ALIGNMENT
 
 
@@ -29,7 +29,7 @@ class Arena:
         self.used_bytes = 0
 
     def take(self, size: int) -> int | None:
-        """Allocate `size` bytes and return their offset; None without a free span. 0 bytes take one cache line."""
+        """Allocate `size` bytes and return their offset; None if no free span fits. 0 bytes take one cache line."""
         size, start = room(size), 0
         for at, (begin, stop) in enumerate(chain(self._used, [(self.capacity, self.capacity)])):
             if begin - start >= size:

@@ -4,12 +4,12 @@ The producer of an edge stores the tensors of a request, its chunks, and consume
 
 - A request's chunks are put in order, and are immutable. A chunk can be read as soon as `put` has returned. The
   producer's process announces it in a message after that, and a consumer reads announced chunks only.
-- A producer has an address, a text that is sent with the request: it names which of several replicas has the chunks.
+- A producer has an address, a text that is sent with the request. It identifies the replica that has the chunks.
   One producer serves many consumers, and one consumer reads from many producers.
-- The producer keeps the chunks until the request is forgotten. Any consumer may read them any number of times: after a
-  failover, the new replica reads all chunks, also those that were read before.
-- `forget` of the consumer that read the request last frees it, and so does `forget` of the producer. A request that
-  is neither put nor read for `retention_s` is dropped.
+- The producer keeps the chunks until `forget` is called for the request. Any consumer may read them any number of
+  times: after a failover, the new replica reads all chunks, also those that were read before.
+- `forget` of the consumer that read the request last frees its chunks. `forget` of the producer also frees them. A
+  request without a `put` or `get` for `retention_s` is dropped.
 - Memory is bounded: a chunk that does not fit raises `BackPressure` at once. No `put` waits.
 - Every `get` ends: with the chunk, or an error if the request was forgotten (`Forgotten`), the connection to the
   producer is lost (`ProducerLost`, within a second if its process has died), or the deadline has passed
@@ -42,15 +42,15 @@ class ConnectorError(OmniError):
 
 
 class BackPressure(ConnectorError):
-    """The memory is full; the chunk was not stored, or not read. Try again when a request has been forgotten."""
+    """The memory is full, and the chunk was not stored or not read. Try again when a request has been freed."""
 
 
 class Forgotten(ConnectorError):
-    """The request was forgotten or dropped, or never had this chunk."""
+    """The request's chunks were freed (`forget`, or `retention_s`), or the request never had this chunk."""
 
 
 class ProducerLost(ConnectorError):
-    """There is no connection to the producer: it has ended, never existed, or refuses this consumer."""
+    """There is no connection to the producer: it has ended, never existed, or rejects this consumer."""
 
 
 class DeadlinePassed(ConnectorError):
@@ -64,7 +64,7 @@ class ConnectorConfig:
     Attributes:
         name: a name of `registry`, or `package.module:Class` of another connector.
         capacity_bytes: most bytes that a producer holds, for all requests together.
-        kept_bytes: most bytes of hidden states that a sending replica keeps for later prompts with the same beginning.
+        kept_bytes: most bytes of hidden states that a sending replica keeps for later prompts with the same prefix.
         window_bytes: size of a consumer's receive buffer (`mooncake`).
         timeout_s: how long a stage waits for the hidden states that it needs in a step.
         retention_s: how long a request is kept after its last use.
@@ -73,8 +73,8 @@ class ConnectorConfig:
         protocol: transport of `mooncake`: "tcp" or "rdma".
         device: network device of `mooncake`; empty: any.
         listening: ZeroMQ options of listening TCP sockets, by libzmq option number: CURVE keys.
-        connecting: the same for connecting TCP sockets. Never configured by the user: each process sets both itself.
-        ports: first and last port on which this process may listen; None: any. Set as `connecting`.
+        connecting: the same for connecting TCP sockets. Users do not configure these options: each process sets both.
+        ports: first and last port on which this process may listen; None: any. Each process sets it.
     """
 
     name: str
@@ -108,9 +108,9 @@ class Stats:
     """Statistics of a producer.
 
     Attributes:
-        requests: requests with chunks.
-        held_bytes: size of these chunks, rounded up as stored.
-        dropped: dropped messages: malformed, or from an unauthorized sender.
+        requests: number of requests with stored chunks.
+        held_bytes: bytes of memory that these chunks take, in whole cache lines.
+        dropped: number of dropped messages, which were malformed or had a wrong token.
     """
 
     requests: int = 0
@@ -119,20 +119,20 @@ class Stats:
 
 
 class Producer(ABC):
-    """The writing end of an edge, in one process. Used by one thread."""
+    """Stores the chunks that an edge sends, in one process. Used by one thread."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """The address with which consumers connect. It contains a secret: every process that has it may read."""
+        """The address to which consumers connect. It contains a secret: every process that has the address may read."""
 
     @abstractmethod
     def put(self, request: str, index: int, chunk: torch.Tensor) -> None:
-        """Store the next chunk of a request, whose chunks are counted from 0. Never waits for a consumer.
+        """Store the next chunk of a request, with its index from 0. Never waits for a consumer.
 
         Raises:
             BackPressure: no memory is free now.
-            Forgotten: the request was forgotten; its further chunks are not needed.
+            Forgotten: `forget` was called for the request; its further chunks are not needed.
             ValueError: the index is not the next one, or the chunk can never fit.
         """
 
@@ -156,7 +156,7 @@ class Producer(ABC):
 
 
 class Consumer(ABC):
-    """The reading end of an edge, in one process. Used by one thread."""
+    """Reads the chunks that an edge sends, in one process. Used by one thread."""
 
     @abstractmethod
     def get(self, source: str, request: str, index: int, timeout_s: float) -> torch.Tensor:
@@ -169,7 +169,7 @@ class Consumer(ABC):
 
     @abstractmethod
     def forget(self, source: str, request: str) -> None:
-        """Free a request at its producer, unless another consumer has read it later. Unknown ones are ignored."""
+        """Free a request at its producer, unless another consumer has read it later. Unknown requests are ignored."""
 
     @abstractmethod
     def close(self) -> None:
@@ -184,14 +184,14 @@ class Consumer(ABC):
 
 @dataclass(frozen=True)
 class Connector(ABC):
-    """Makes producers and consumers of edges. Subclasses implement the transport."""
+    """Creates producers and consumers of edges. Subclasses implement the transport."""
 
     config: ConnectorConfig
 
     @abstractmethod
     def producer(self, edge: str) -> Producer:
-        """Make the producer of `edge` in this process."""
+        """Create the producer of `edge` in this process."""
 
     @abstractmethod
     def consumer(self, edge: str) -> Consumer:
-        """Make a consumer of `edge` in this process."""
+        """Create a consumer of `edge` in this process."""

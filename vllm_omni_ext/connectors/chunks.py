@@ -1,4 +1,4 @@
-"""Chunks, in which all results are sent from stage to stage. A whole payload is one chunk with `last=True`."""
+"""Splits the results that a stage sends to the next into chunks. An undivided result is one chunk with `last=True`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ChunkSchedule:
     Example: (4, 25) sends a chunk after 4 items, then one after every 25 more, and the rest at the end.
 
     Attributes:
-        rate: items per second that the consumer uses once it has begun. A chunk is then also sent when waiting for
-            another item could make the consumer wait. 0: only the sizes count.
+        rate: items per second that the consumer uses once it has begun. A smaller chunk is then sent if the consumer
+            could run out of items before the chunk is full. 0: only the sizes count.
     """
 
     sizes: tuple[int, ...] = (ALL,)
@@ -41,15 +41,15 @@ class ChunkSchedule:
 
     @classmethod
     def of(cls, sizes: Sequence[int] | str, rate: float = 0.0) -> ChunkSchedule:
-        """Make a schedule from a configured value: sizes, or any string for one chunk with all items."""
+        """Return the schedule of a configured value: sizes, or any string for one chunk with all items."""
         return cls((ALL,) if isinstance(sizes, str) else tuple(sizes), rate)
 
     def size(self, index: int) -> int:
-        """Size of chunk `index`, in items; ALL: until the end."""
+        """Return the size of chunk `index`, in items; ALL: the chunk contains all items up to the end."""
         return self.sizes[min(index, len(self.sizes) - 1)]
 
     def due(self, index: int, sent: int, elapsed: float | None) -> int:
-        """As `size`, but limited so that the consumer never waits while items arrive at its own rate or faster.
+        """Return the size of chunk `index`, limited so that a consumer never waits if items arrive at `rate` or faster.
 
         Args:
             sent: items sent in earlier chunks.
@@ -58,12 +58,12 @@ class ChunkSchedule:
         size = self.size(index)
         if size == ALL or elapsed is None or not self.rate:
             return size
-        # The last item sent does not count: the consumer may need the next item before it can use all of this one.
+        # The last item sent does not count: to use all of it, the consumer may need the item after it.
         return min(size, max(1, int(sent - 1 - elapsed * self.rate)))
 
 
 class ChunkCounter:
-    """Determines when the chunks of a schedule are due, from numbers of items alone."""
+    """Determines when the chunks of a schedule are due, from the numbers of items; it stores no items."""
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._schedule = schedule
@@ -73,9 +73,10 @@ class ChunkCounter:
         self._closed = False
 
     def add(self, items: int, *, last: bool = False, elapsed: float | None = None, least: int = 1) -> int | None:
-        """Add so many items; return the index of the next chunk, with all pending items, if it is due, else None.
+        """Add items; return the index of the next chunk, which gets all pending items, or None if it is not due.
 
         Args:
+            items: number of new items.
             last: no item follows; the pending items are the last chunk.
             elapsed: seconds since the consumer began, for schedules with a rate.
             least: minimum number of items in the chunk, regardless of the schedule, unless it is the last.
@@ -108,7 +109,7 @@ class ChunkWriter(Generic[T]):
     def write(
         self, items: Sequence[T], *, last: bool = False, elapsed: float | None = None, least: int = 1
     ) -> Chunk[T] | None:
-        """Add items; return the next chunk, with all pending items, if it is due, else None.
+        """Add items; return the next chunk, with all pending items, or None if it is not due.
 
         Arguments and errors are those of `ChunkCounter.add`.
         """

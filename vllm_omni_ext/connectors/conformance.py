@@ -66,7 +66,7 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
 
 
 def empty(producer: Producer) -> bool:
-    """Whether no request and no memory is held."""
+    """Return whether the producer holds no request and no memory."""
     stats = producer.stats()
     return (stats.requests, stats.held_bytes) == (0, 0)
 

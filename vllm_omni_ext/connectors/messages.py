@@ -1,6 +1,7 @@
-"""Messages between producer and consumer of an edge. msgpack, tagged; never pickle. A tensor's bytes follow in frames.
+"""Messages between the producer and the consumers of an edge, as tagged msgpack; never pickle.
 
-Each message to a producer contains the token of its address. A reader drops and counts messages that raise `Malformed`.
+A tensor's bytes follow its message in further ZeroMQ frames. Each message to a producer contains the token of its
+address. A receiver drops and counts messages that raise `Malformed`.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Chunk(_Message, frozen=True, tag="chunk"):
     """Producer to consumer: a tensor, whose bytes are in the frames that follow, or in the producer's memory.
 
     Attributes:
-        place: beginning of the bytes in that memory.
-        memory: name of that memory, if a consumer cannot derive it from the address.
+        place: position of the first byte in the producer's memory.
+        memory: name of the producer's memory, if a consumer cannot derive it from the producer's address.
     """
 
     number: Count
@@ -57,7 +58,7 @@ class Chunk(_Message, frozen=True, tag="chunk"):
 
 
 class Missing(_Message, frozen=True, tag="missing"):
-    """Producer to consumer: there is no such chunk."""
+    """Producer to consumer: the producer does not have the chunk."""
 
     number: Count
 

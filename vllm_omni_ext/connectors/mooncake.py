@@ -101,7 +101,7 @@ class MooncakeProducer(ArenaProducer):
 
 
 class MooncakeConsumer(LinkedConsumer):
-    """Reads chunks through a receive buffer of `window_bytes`; larger ones in pieces."""
+    """Reads chunks through a receive buffer of `window_bytes`; larger chunks are read in pieces."""
 
     def __init__(self, edge: str, config: ConnectorConfig) -> None:
         super().__init__(edge, config)
@@ -128,7 +128,7 @@ class MooncakeConsumer(LinkedConsumer):
 
     def _transfer(self, session: str, place: int, size: int, deadline: float) -> None:
         """Read `size` bytes into the receive buffer."""
-        if self._reading is not None:  # of an earlier `get` whose deadline passed
+        if self._reading is not None:  # the read of an earlier `get` whose deadline passed
             self._wait(self._reading, deadline)
         read = self._registered.engine.transfer_sync_read
         self._reading = self._thread.submit(read, session, self._registered.address, place, size)

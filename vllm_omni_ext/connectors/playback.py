@@ -1,15 +1,15 @@
-"""Sound that is played while it arrives: times at which nothing is left, and silence. Pure: no clock."""
+"""Models of a listener that plays sound while it arrives: when its buffer is empty, and its pauses. Pure: no clock."""
 
 from __future__ import annotations
 
 
 class Playback:
-    """The playing time that a listener has left, from the items sent to it and their times.
+    """Computes when the parts of a stream are due at a listener, from the items that were sent and their times.
 
-    A listener begins to play at the first piece, plays in real time, and waits whenever nothing is left.
+    The listener begins to play at the first piece, plays in real time, and waits when its buffer is empty.
 
     Args:
-        rate: items per second of playing.
+        rate: items that are played per second.
     """
 
     def __init__(self, rate: float) -> None:
@@ -19,35 +19,35 @@ class Playback:
         self._due = 0.0
 
     def due(self, start: int, at: float) -> float:
-        """Return when the part that begins with item `start` is needed, in seconds of the clock of `at`.
+        """Return the due time of the part that begins with item `start`, in seconds of the clock of `at` (now).
 
-        The listener waits for the first part already, so it is due at once: after parts of listeners with no items
-        left, and before all others. A later part is never due before an earlier one, since they must stay in order.
+        The first part is due at once (`at`), because the listener already waits for it. A later part is due when the
+        listener's buffer will be empty, and never before an earlier part, since parts must stay in order.
         """
         self._dry_at = at if self._dry_at is None else self._dry_at
         self._due = max(self._due, self._dry_at + (start - self._delivered) / self._rate)
         return self._due
 
     def again(self) -> float:
-        """Return when a part is needed that begins the stream again, on another replica."""
+        """Return the due time of the part with which another replica restarts the stream: when the buffer is empty."""
         self._due = self._dry_at or 0.0
         return self._due
 
     def delivered(self, seconds: float, items: int, at: float) -> None:
-        """Record that the listener received `seconds` more at time `at`, and has received `items` items in all."""
+        """Record that the listener received `seconds` of sound at time `at`, and has received `items` items in all."""
         self._dry_at = max(at, self._dry_at or at) + seconds
         self._delivered = items
 
 
 class Player:
-    """A listener that begins to play at the first piece, plays in real time, and waits whenever nothing is left.
+    """Simulates a listener that begins to play at the first piece, plays in real time, and waits for missing sound.
 
     Times are in seconds of one clock that does not go back.
 
     Attributes:
         first_at: time of the first piece; None before it.
-        sound: seconds received.
-        silences: seconds of each pause between pieces, in which nothing was left to play.
+        sound: seconds of sound received.
+        silences: duration in seconds of each pause between pieces, in which no received sound was left to play.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Player:
         self._ends_at = 0.0
 
     def receive(self, seconds: float, at: float) -> None:
-        """Receive the next piece at time `at`; one of 0 seconds changes nothing."""
+        """Receive the next piece, `seconds` long, at time `at`; a piece of 0 seconds is ignored."""
         if not seconds:
             return
         if self.first_at is None:
@@ -68,5 +68,5 @@ class Player:
         self.sound += seconds
 
     def unplayed(self, at: float) -> float:
-        """Return the seconds that are left to play at time `at`."""
+        """Return the seconds of received sound that are not played yet at time `at`."""
         return max(0.0, self._ends_at - at) if self.first_at is not None else 0.0

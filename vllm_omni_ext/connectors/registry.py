@@ -1,4 +1,4 @@
-"""Connectors by name. A connector's module is imported when it is first made, since each needs another library."""
+"""Creates connectors by name. A connector's module is imported at its first use, since each needs another library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CONNECTORS = {
     "tcp": "vllm_omni_ext.connectors.tcp:Tcp",
     "mooncake": "vllm_omni_ext.connectors.mooncake:Mooncake",
 }
-"""Name to `module:class`. A connector that is not in this table is configured by its `module:class`."""
+"""`module:class` of each connector name. A connector that is not in this table is configured by its `module:class`."""
 
 
 def check_name(path: str, name: str) -> None:
-    """Raise ConfigError, with the path of the setting, unless a name is in the table or a `module:class`."""
+    """Raise ConfigError, with `path` of the setting, unless `name` is in `CONNECTORS` or is a `module:class`."""
     if ":" not in name and name not in CONNECTORS:
         near = get_close_matches(name, CONNECTORS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"use {', '.join(CONNECTORS)}, or module:Class"
@@ -25,7 +25,7 @@ def check_name(path: str, name: str) -> None:
 
 
 def connector(config: ConnectorConfig) -> Connector:
-    """Make the configured connector; ConfigError if its name is unknown or it cannot be used on this machine."""
+    """Create the configured connector; ConfigError if its name is unknown or its library cannot be imported."""
     check_name("connector.name", config.name)
     place = CONNECTORS.get(config.name, config.name)
     module, _, name = place.partition(":")

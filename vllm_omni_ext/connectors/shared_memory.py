@@ -31,7 +31,7 @@ F_SEAL_FUTURE_WRITE = 0x0010
 """Value from linux/fcntl.h, which Python does not define: later mappings are read-only."""
 
 HANDING_OVER_S = 1.0
-"""How long a consumer waits for the file descriptor; the producer's thread sends it at once."""
+"""Seconds that a consumer waits for the file descriptor; the producer's thread sends it at once."""
 
 _CREDENTIALS = struct.Struct("3i")  # ucred: pid, uid, gid
 
@@ -53,7 +53,7 @@ def memory_socket(endpoint: str) -> str:
 
 
 class SharedProducer(ArenaProducer):
-    """Owns the memory."""
+    """Allocates the shared memory, and sends its file descriptor to consumers."""
 
     def __init__(self, edge: str, config: ConnectorConfig) -> None:
         arena = Arena(config.capacity_bytes)
@@ -61,7 +61,7 @@ class SharedProducer(ArenaProducer):
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, arena.capacity)
         memory = np.frombuffer(mmap.mmap(self._fd, arena.capacity), np.uint8)
-        # A reader's mapping can neither lose its pages nor be written to.
+        # A consumer's mapping is read-only, and its pages cannot be removed.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE)
         bind = f"ipc://@{name}"
         self._counter = socket.socket(socket.AF_UNIX)
@@ -79,7 +79,7 @@ class SharedProducer(ArenaProducer):
             self.memory = np.empty(0, np.uint8)  # frees the mapping
 
     def _connected(self) -> None:
-        """Send the file descriptor to a process of the same user."""
+        """Send the file descriptor of the memory to a consumer process of the same user."""
         try:
             connection, _ = self._counter.accept()
             with connection:
@@ -95,7 +95,7 @@ class SharedProducer(ArenaProducer):
 
 
 class SharedConsumer(LinkedConsumer):
-    """Maps the memory of each producer."""
+    """Maps the memory of each producer, and copies chunks out of it."""
 
     def _fetch(self, link: Link, request: str, index: int, deadline: float) -> torch.Tensor:
         chunk, _ = self._ask(link, request, index, deadline)

@@ -1,6 +1,6 @@
 """Connector between any two hosts: tensors are sent in ZeroMQ messages over TCP.
 
-The sender copies nothing: frames point into the tensors, in slices. The receiver copies each slice once, into the
+The sender copies nothing: frames point to slices of the tensors. The receiver copies each slice once, into the new
 tensor.
 
 The token in the address authorizes consumers. All traffic is encrypted if the configuration has keys; without keys
@@ -55,7 +55,7 @@ class TcpProducer(LinkedProducer):
 
 
 class TcpConsumer(LinkedConsumer):
-    """Assembles chunks from slices."""
+    """Receives chunks in slices, and copies the slices into one tensor."""
 
     def _fetch(self, link: Link, request: str, index: int, deadline: float) -> torch.Tensor:
         chunk, body = self._ask(link, request, index, deadline)

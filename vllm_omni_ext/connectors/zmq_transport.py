@@ -1,12 +1,12 @@
-"""Producers and consumers in different processes, connected by ZeroMQ.
+"""Base classes of producers and consumers in different processes, connected by ZeroMQ.
 
 A producer binds a ROUTER, whose thread answers the requests of consumers; it sleeps until a message arrives. A consumer
 has no thread: it connects a DEALER to each producer, sends a request and waits for the reply. Over TCP, sockets may
 have CURVE keys (`ConnectorConfig.listening`, `connecting`).
 
-Where consumers read the producer's memory, a consumer reads a chunk in this order: request, copy, the same request
-again. The second reply shows that the producer still had the chunk when the copy was complete; the memory of a
-forgotten request is used again at once.
+A consumer that reads the producer's memory requests a chunk, copies it, and requests it a second time. The second reply
+shows that the producer still had the chunk when the copy was complete. This is necessary because the producer reuses
+the memory of a freed request at once.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ ENVELOPE_BYTES = 64
 
 PING_MS = 1_000
 PEER_GONE_MS = 10_000
-"""libzmq's heartbeats, for hosts that are unreachable: a process that ends closes its connections at once."""
+"""Interval and timeout of libzmq's heartbeats, which detect unreachable hosts. The operating system closes the
+connections of a process that ends at once."""
 
 RECONNECT_MS = 3_600_000
-"""libzmq's own reconnection is not used: a consumer closes a lost connection, and connects again at the next call."""
+"""Long enough that libzmq does not reconnect: a consumer closes a lost connection, and connects at the next call."""
 
 HANDSHAKE_MS = 2_000
 """A peer that accepts a connection without a ZMTP handshake is disconnected after this time."""
@@ -93,7 +94,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Request:
-    """`reader`: the connection of the consumer that read last."""
+    """The stored chunks of one request; `reader` is the connection of the consumer that read last."""
 
     chunks: list[_Held] = field(default_factory=list)
     used_at: float = 0.0
@@ -101,17 +102,17 @@ class _Request:
 
 
 class LinkedProducer(Producer):
-    """A producer behind a ROUTER.
+    """A producer whose thread answers the requests of consumers on a ROUTER socket.
 
     Args:
         bind: ZeroMQ address; port `*` is any port of the configuration's `ports`.
-        also: a listening socket to poll; `_connected` handles its connections.
+        also: a second listening socket that the thread polls; `_connected` accepts its connections.
     """
 
     def __init__(self, edge: str, config: ConnectorConfig, *, bind: str, also: socket.socket | None = None) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._requests: OrderedDict[str, _Request] = OrderedDict()  # the one that was used last is last
+        self._requests: OrderedDict[str, _Request] = OrderedDict()  # by time of the last use
         self._held_bytes = 0
         self._dropped = 0
         self._closed = False
@@ -185,13 +186,13 @@ class LinkedProducer(Producer):
         self._requests.move_to_end(name)
 
     def _expire(self) -> None:
-        """Drop requests that were not used for `retention_s`. Called with the lock."""
+        """Drop requests that were not used for `retention_s`. Called with the lock held."""
         due = time.monotonic() - self._config.retention_s
         while self._requests and next(iter(self._requests.values())).used_at <= due:
             self._drop(next(iter(self._requests)))
 
     def _drop(self, name: str) -> None:
-        """Free a request. Called with the lock."""
+        """Free a request. Called with the lock held."""
         request = self._requests.pop(name, None)
         for held in request.chunks if request is not None else ():
             self._held_bytes -= room(held.nbytes)
@@ -258,24 +259,24 @@ class LinkedProducer(Producer):
 
     @abstractmethod
     def _keep(self, data: Any) -> Any:
-        """Store bytes (uint8 array) and return their place, or None if no memory is free. Called with the lock."""
+        """Store bytes (uint8 array); return their place, None if no memory is free. Called with the lock held."""
 
     def _free(self, kept: Any) -> None:
-        """Free stored bytes. Called with the lock."""
+        """Free stored bytes. Called with the lock held."""
 
     @abstractmethod
     def _sent(self, kept: Any) -> tuple[int, str, list[Any]]:
-        """Return `Chunk.place`, `Chunk.memory` and the frames that follow."""
+        """Return `Chunk.place`, `Chunk.memory` and the frames with the chunk's bytes, for the reply to a consumer."""
 
     def _connected(self) -> None:
-        """Handle a connection to the socket `also`."""
+        """Accept a connection to the socket `also`."""
 
 
 class ArenaProducer(LinkedProducer):
-    """A producer whose chunks are in one block of memory, which consumers read.
+    """A producer whose chunks are in one block of memory, from which consumers read.
 
     Attributes:
-        memory: the block, uint8.
+        memory: the block of memory, a uint8 array.
     """
 
     def __init__(self, edge: str, config: ConnectorConfig, arena: Arena, memory: Any, **named: Any) -> None:
@@ -296,7 +297,7 @@ class Link:
     """A consumer's connection to one producer.
 
     Attributes:
-        memory: the producer's memory, once a consumer has mapped it.
+        memory: the producer's memory; None until the consumer has mapped it.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, options: Mapping[int, Any]) -> None:
@@ -318,7 +319,7 @@ class Link:
             raise ProducerLost(f"'{self.endpoint}' cannot be reached: {error.strerror}") from error
 
     def lost(self) -> str | None:
-        """Return the reason if the connection is lost."""
+        """Return the reason for which the connection is lost; None if it is not lost."""
         return LOST[recv_monitor_message(self._monitor)["event"]] if self._monitor.poll(0) else None
 
     def receive(self, deadline: float) -> list[zmq.Frame]:
@@ -370,7 +371,7 @@ class LinkedConsumer(Consumer):
         self._context.destroy(linger=0)
 
     def _link(self, source: str) -> Link:
-        """Return the connection to a producer, after connections that were lost meanwhile are closed."""
+        """Close all lost connections, then return the connection to a producer."""
         if self._context.closed:
             raise ConnectorError("the consumer is closed")
         for lost in [link.address for link in self._links.values() if link.lost()]:
@@ -392,7 +393,7 @@ class LinkedConsumer(Consumer):
             head, *body = link.receive(deadline)
             match reply := wire.TO_CONSUMER.decode(head.bytes):
                 case _ if reply.number != number:
-                    continue  # for a request whose deadline passed
+                    continue  # the reply to an earlier request whose deadline passed
                 case wire.Chunk():
                     return reply, body
                 case wire.Missing():
@@ -402,16 +403,16 @@ class LinkedConsumer(Consumer):
 
     @abstractmethod
     def _fetch(self, link: Link, request: str, index: int, deadline: float) -> torch.Tensor:
-        """Read a chunk; errors need no name of the chunk."""
+        """Read a chunk; the caller adds the chunk's name to errors."""
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return the bytes of a tensor in host memory (uint8 array), without a copy if it is there and contiguous."""
+    """Return a tensor's bytes as a uint8 array, without a copy if the tensor is contiguous in host memory."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def empty(chunk: wire.Chunk, most: int) -> torch.Tensor:
-    """Return a tensor for a chunk; Malformed unless the header's fields fit together: it comes from another process."""
+    """Return an uninitialized tensor for a chunk; Malformed if its header is inconsistent, or has over `most` bytes."""
     dtype = getattr(torch, chunk.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise Malformed(f"'{chunk.dtype}' is no dtype")
@@ -421,7 +422,7 @@ def empty(chunk: wire.Chunk, most: int) -> torch.Tensor:
 
 
 def copy_bytes(target: Any, source: Any) -> None:
-    """Copy bytes. Not with torch: its threads wait for each other when other processes use the cores."""
+    """Copy bytes with numpy. torch's threads would wait for each other when other processes use the cores."""
     if len(target):
         np.copyto(target, np.frombuffer(source, np.uint8, len(target)))
 
@@ -435,12 +436,12 @@ def parse(address: str) -> tuple[str, str]:
 
 
 def _as_sent(size: int, keys: Mapping[int, Any]) -> int:
-    """Longest frame on the wire, in bytes, for contents of at most `size` bytes."""
+    """Return the size in bytes of a sent frame with `size` bytes of content: encryption adds `ENVELOPE_BYTES`."""
     return size + ENVELOPE_BYTES if keys else size
 
 
 def _prepare(sock: zmq.Socket[Any], endpoint: str, options: Mapping[int, Any]) -> None:
-    """Set timeouts of a socket before it is bound or connected; `options` are applied to TCP only."""
+    """Set the timeouts of a socket that is not yet bound or connected; `options` are applied to TCP only."""
     sock.linger = 0
     sock.handshake_ivl = HANDSHAKE_MS
     # Within a host, heartbeats are unnecessary and would disconnect a process that is only stopped.

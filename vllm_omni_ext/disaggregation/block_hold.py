@@ -19,7 +19,7 @@ from vllm_omni_ext.disaggregation.pending_transfers import Transfer
 
 @dataclass
 class Settled(KVConnectorWorkerMetadata):
-    """For each transfer: the number of workers that report that no write can follow."""
+    """Reports to the scheduler: for each transfer, the number of workers into whose blocks no write can follow."""
 
     counts: Counter[Transfer]
 
@@ -29,7 +29,10 @@ class Settled(KVConnectorWorkerMetadata):
 
 
 class BlockHold:
-    """Holds blocks until every worker has reported that the transfer into them is settled."""
+    """Keeps references to blocks until every worker has reported that the transfer into them is settled.
+
+    A transfer is settled when no write of it can follow.
+    """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -45,7 +48,7 @@ class BlockHold:
         self._pool = pool
 
     def hold(self, transfer: Transfer, blocks: Sequence[Any]) -> None:
-        """Hold the target blocks of a transfer."""
+        """Add a reference to the target blocks of a transfer, so that vLLM does not reuse them."""
         self._pool.touch(blocks)
         self._held.setdefault(transfer, []).extend(blocks)
 

@@ -1,7 +1,7 @@
-"""Bootstrap server of a prefill replica: vLLM's own, run by the replica's first worker.
+"""Runs vLLM's Mooncake bootstrap server in the first worker of a prefill replica.
 
-Decode replicas query it for the prefill replica's workers. It starts and ends with these workers, so a restarted
-replica has no stale registrations. It is bound to one address, not to all.
+Decode replicas query the server for the addresses of the prefill replica's workers. The server starts and ends with
+these workers, so a restarted replica has no stale registrations. It is bound to one address, not to all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TransferEndpoint(KVConnectorHandshakeMetadata):
     """The address from which the blocks of a prefill replica can be fetched.
 
     Attributes:
-        engine_id: unique per process, so that a decode replica's cache about an earlier process never matches.
+        engine_id: unique per process, so that a decode replica never uses cached addresses of an earlier process.
         address: `host:port` of the replica's bootstrap server.
     """
 
@@ -40,7 +40,7 @@ def _started(server: MooncakeBootstrapServer) -> MooncakeBootstrapServer:
 
 
 class Bootstrap:
-    """The transfer endpoint of this replica (`place`). The first worker also runs the server, until `close`."""
+    """Provides this replica's transfer endpoint (`place`); the first worker also runs the server until `close`."""
 
     def __init__(self, host: str, ports: tuple[int, int] | None = None) -> None:
         workers = get_world_group()

@@ -1,4 +1,7 @@
-"""vLLM's worker that receives blocks, with bounded waits, and with a report when no write can follow a transfer."""
+"""Receives KV blocks in a decode worker: vLLM's Mooncake worker with bounded waits and reports of settled transfers.
+
+A transfer is settled when no write of it into this worker's blocks can follow.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,17 @@ from vllm_omni_ext.disaggregation.pending_transfers import PendingTransfers, Tra
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""How long sent data may stay in this host's buffers after the sender has failed or ended."""
+"""Seconds that sent data may stay in this host's buffers after the sender has failed or ended."""
 
 Metas = dict[str, PullReqMeta]
 """Pulls from one prefill replica, by request."""
 
 
 class ReceiveMixin(MooncakeConnectorWorker):
-    """Fails transfers after `transfer_timeout_s` or when the sender ends; distinguishes failed from settled ones."""
+    """Fails a transfer after `transfer_timeout_s` or when its sender ends, and reports when it is settled.
+
+    A failed transfer is not settled as long as data may still be written.
+    """
 
     def start_receiving(self, timeout_s: float) -> None:
         """Initialize; must be called once, before the first transfer."""
@@ -42,7 +48,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._is_hma_required = True
 
     def settled(self) -> Settled | None:
-        """Transfers into this worker's blocks that were settled since the last call."""
+        """Return the transfers into this worker's blocks that were settled since the last call; None if none were."""
         counts = Counter(self._settled.get() for _ in range(self._settled.qsize()))
         return Settled(counts) if counts else None
 
@@ -67,7 +73,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._report(self._pulls.settle(transfers))
 
     def receive_kv(self, remote_engine_id: str, pull_metas: Metas) -> None:
-        """Pull from the workers of a prefill replica."""
+        """Pull the blocks of these requests from the workers of a prefill replica."""
         transfers = _transfers(pull_metas)
         wanted = {name: meta for name, meta in pull_metas.items() if not meta.failed}
         try:
@@ -81,7 +87,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._report(self._pulls.settle(transfers))
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: Metas) -> None:
-        """Pull from one worker. Wait without a limit until it has answered for all requests or has ended."""
+        """Pull from one prefill worker. Wait without a limit until it has answered for all requests or has ended."""
         transfers = _transfers(pull_metas)
         if self._liveness is None:
             self._liveness = PeerLiveness()
@@ -97,7 +103,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: Metas) -> None:
         """Handle one of the answers of a prefill worker."""
-        # A request that has failed was reported then; blocks that arrive later change nothing.
+        # A failed request is already reported; blocks that arrive later change nothing.
         response.ok_reqs = [name for name in response.ok_reqs or () if self._waits_for(pull_metas.get(name))]
         arrived = [pull_metas[name] for name in response.ok_reqs]
         super().process_pulling_result(response, pull_metas)
@@ -129,7 +135,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
             self._report(self._pulls.settle(_transfers(metas)))
 
     def _forget(self, address: str) -> None:
-        """Drop the cached engines that have this worker, so that their bootstrap servers are queried again."""
+        """Drop cached addresses of replicas with this worker, so that their bootstrap servers are queried again."""
         for engine_id, ranks in list(self._remote_agents.items()):
             if any(address in stages.values() for stages in ranks.values()):
                 del self._remote_agents[engine_id]

@@ -1,7 +1,7 @@
 """vLLM's MooncakeConnector, adapted for replicas. vLLM finds it through `kv_connector_module_path`.
 
 Differences from vLLM's own: it starts without an accelerator; the answer to a prefill request contains the location of
-its blocks; all waits are bounded; a request with unusable parameters is computed locally instead of crashing the
+its blocks; all waits are bounded; a request with invalid parameters is computed locally instead of crashing the
 engine; blocks into which a late transfer may still write are not reused (`block_hold.py`).
 
 Mooncake's engine listens on all interfaces without authentication: use it in private networks only.
@@ -47,11 +47,11 @@ from vllm_omni_ext.ports import bind_within
 log = logging.getLogger(__name__)
 
 IDLE_STEP_S = 0.005
-"""How long a step without tokens waits for progress of transfers: otherwise an idle engine uses a whole core. A new
-request waits at most this long for its first step."""
+"""Seconds that a step without tokens waits for progress of transfers. Without the wait, an idle engine would use a
+whole core. A new request waits at most this long for its first step."""
 
 SHUTDOWN_S = 5.0
-"""How long the tasks of a thread may take to end."""
+"""Seconds that the tasks of a thread may take to end."""
 
 NO_LIMIT_S = 1_000_000
 """Limit of vLLM's waits that our own limits end earlier; vLLM converts it to milliseconds in 32 bits."""
@@ -61,11 +61,11 @@ BOOTSTRAP_ADDRESS = "bootstrap_server_address"
 
 
 WAITED = "wait_duration"
-"""Column: seconds from the start of a transfer until its blocks arrived, on the decode side."""
+"""Statistics column: seconds from the start of a transfer until its blocks arrived, in a decode replica."""
 
 
 def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
-    """Return a context whose sockets listen on ports of a range where vLLM binds them to a random one."""
+    """Return a context whose sockets listen on a port within a range where vLLM would bind a random port."""
 
     class Socket(zmq.asyncio.Socket):
         def bind_to_random_port(self, addr: str, *args: Any, **kwargs: Any) -> int:
@@ -82,7 +82,7 @@ def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
 
 
 class TransferStats(MooncakeKVConnectorStats):
-    """Adds one column to vLLM's statistics, and `totals`, which are not reset by reading."""
+    """Adds the column `WAITED` to vLLM's statistics, and `totals`, counters since the start of the worker."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +127,7 @@ class TransferStats(MooncakeKVConnectorStats):
 
 
 class OmniMooncakeScheduler(MooncakeConnectorScheduler):
-    """vLLM's scheduler half, with the block hold of one replica.
+    """The scheduler's half of the connector: vLLM's, extended by `BlockHold` and the replica's transfer endpoint.
 
     Attributes:
         place: the endpoint from which blocks can be fetched; None in a decode replica.
@@ -149,7 +149,7 @@ class OmniMooncakeScheduler(MooncakeConnectorScheduler):
         super().on_new_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Handle allocated blocks; hold those that a transfer will write to."""
+        """Handle allocated blocks; hold the blocks into which a transfer will write."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         expected = self._reqs_need_recv.get(request.request_id)
         if expected is not None and any(expected[1]):
@@ -157,7 +157,7 @@ class OmniMooncakeScheduler(MooncakeConnectorScheduler):
             self.guard.hold(transfer, [block for group in blocks.blocks for block in group if not block.is_null])
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Return this step's work for the workers; `idle_step`: the step computes nothing."""
+        """Return the metadata of this step for the workers; `idle_step`: the step computes no tokens."""
         metadata = super().build_connector_meta(scheduler_output)
         metadata.idle_step = not scheduler_output.total_num_scheduled_tokens
         return metadata
@@ -197,11 +197,11 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
         self._idle = False
 
     def step_begins(self, *, idle: bool) -> None:
-        """Announce a step of the engine; `idle`: the step computes nothing."""
+        """Record that a step of the engine begins; `idle`: the step computes no tokens."""
         self._idle = idle
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """As in vLLM; in an idle step, first wait up to `IDLE_STEP_S` for progress."""
+        """Return vLLM's transfer results; in an idle step, first wait up to `IDLE_STEP_S` for progress."""
         if self._idle and (self._pulls or self.reqs_need_send):
             self.news.wait(IDLE_STEP_S)
         self.news.clear()
@@ -241,7 +241,7 @@ class OmniMooncakeConnector(MooncakeConnector):
         return None if bootstrap is None else bootstrap.place
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Take the workers' endpoint: equal for all workers of a prefill replica, absent in a decode replica."""
+        """Store the workers' endpoint: equal for all workers of a prefill replica, absent in a decode replica."""
         self.connector_scheduler.place = next(iter(metadata.values()), None)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -252,7 +252,7 @@ class OmniMooncakeConnector(MooncakeConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> Settled | None:
-        """Transfers after which no write of this worker can follow."""
+        """Return the transfers into this worker's blocks that were settled; None if none were."""
         return self.connector_worker.settled()
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -261,11 +261,11 @@ class OmniMooncakeConnector(MooncakeConnector):
             self.connector_scheduler.guard.settle(settled.counts)
 
     def has_pending_push_work(self) -> bool:
-        """True while blocks are held: the engine must keep stepping, since only a step can free them."""
+        """Return True while blocks are held: the engine must keep stepping, since only a step can free them."""
         return bool(self.connector_scheduler.guard)
 
     def totals(self) -> dict[str, float]:
-        """This worker's counters since its start."""
+        """Return this worker's transfer counters since its start."""
         return dict(self.connector_worker.xfer_stats.totals)
 
     def shutdown(self) -> None:
@@ -295,7 +295,8 @@ def _check_library() -> None:
 def _set_environment(host: str, timeout_s: float, *, sends: bool) -> None:
     """Set the variables that vLLM's connector reads later in this process, in place of settings."""
     os.environ.setdefault("VLLM_HOST_IP", host)
-    # Sender: how long a decode worker's query waits for the request. Receiver: our own limit ends the wait earlier.
+    # In a prefill replica: how long a decode worker's query waits for the request. In a decode replica: no limit, since
+    # `transfer_timeout_s` ends the wait earlier.
     os.environ["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(max(1, math.floor(timeout_s)) if sends else NO_LIMIT_S)
     if not sends:
         os.environ["VLLM_MOONCAKE_CONNECTOR_TIMEOUT"] = str(timeout_s)

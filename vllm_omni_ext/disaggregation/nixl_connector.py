@@ -1,7 +1,7 @@
 """vLLM's NixlConnector, adapted for replicas: a unique name and a free port per process, and checked requests.
 
-vLLM takes name and port from settings that all replicas of a stage share. Everything else is vLLM's;
-`transfer_timeout_s` does not bound its waits.
+vLLM takes name and port from settings that all replicas of a stage share. All other behaviour is vLLM's;
+`transfer_timeout_s` does not limit its waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_omni_ext.ports import bind_within
 log = logging.getLogger(__name__)
 
 GIVEN_ID = "given_engine_id"
-"""In the extra config: the engine id before it was made unique."""
+"""Key of the extra config with the engine id before it was made unique."""
 
 
 class OmniNixlConnector(NixlConnector):
@@ -51,12 +51,12 @@ class OmniNixlConnector(NixlConnector):
         super().on_new_request(request)
 
     def totals(self) -> dict[str, float]:
-        """Empty: vLLM's NIXL connector counts for Prometheus only."""
+        """Return no counters: vLLM's NIXL connector counts for Prometheus only."""
         return {}
 
 
 def _engine_process(vllm_config: VllmConfig, role: KVConnectorRole) -> str:
-    """A unique name of the process that runs the scheduler: process id and start time."""
+    """Return a unique name of the process that runs the scheduler: process id and start time."""
     process = psutil.Process()
     if role == KVConnectorRole.WORKER and vllm_config.parallel_config.distributed_executor_backend != "uni":
         process = process.parent()

@@ -1,7 +1,7 @@
 """Engine settings of prefill and decode replicas, and the transfer parameters of requests: plain data, without vLLM.
 
 The final output of a prefill request contains the location of its KV blocks (`kv_transfer_params`, vLLM's own field);
-the decode request carries that answer. So no process keeps a list of addresses that could be outdated.
+the decode request contains that answer. So no process keeps a list of addresses that could be outdated.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TransferSettings:
         connector: a key of `CONNECTORS`.
         protocol: `tcp` or `rdma`.
         device: names of the RDMA devices, separated by commas; empty: all.
-        transfer_timeout_s: how long decode waits for blocks before it applies `on_failure`.
-        kv_retention_s: how long prefill keeps blocks that are not fetched.
+        transfer_timeout_s: seconds that a decode replica waits for blocks before it applies `on_failure`.
+        kv_retention_s: seconds that a prefill replica keeps blocks that are not fetched.
         on_failure: `recompute`: decode computes the prompt itself; `fail`: the request ends with an error.
         transfer_workers: concurrent transfers of a prefill worker.
     """
@@ -189,7 +189,7 @@ def environment(settings: TransferSettings) -> dict[str, str]:
 
 
 def new_transfer_id() -> str:
-    """Return a unique name for one attempt. A prefill replica answers each transfer id only once."""
+    """Return a unique id for one attempt of a transfer. A prefill replica answers each transfer id only once."""
     return uuid.uuid4().hex
 
 
@@ -215,7 +215,7 @@ def answer(transfer_id: str, engine_id: str, bootstrap: str) -> dict[str, Any]:
 
 
 def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the transfer parameters of a decode request, for `KEY`; None: decode computes the prompt itself.
+    """Return the transfer parameters of a decode request, for `KEY`; None: the decode replica computes the prompt.
 
     Args:
         answer: `kv_transfer_params` of the prefill request's final output.
@@ -224,7 +224,7 @@ def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def understood(role: str, params: Any, *, connector: str = "mooncake") -> bool:
-    """Whether a replica of the given role can use transfer parameters; unusable ones crash vLLM."""
+    """Return whether transfer parameters are valid for a replica of this role; invalid parameters crash vLLM."""
     if not isinstance(params, dict):
         return False
     prefills, decodes = (bool(params.get(name)) for name in ("do_remote_decode", "do_remote_prefill"))

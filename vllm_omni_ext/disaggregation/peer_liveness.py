@@ -24,7 +24,7 @@ ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_N
 
 
 class PeerLiveness:
-    """Keeps one connection to each queried worker until the worker ends. Used by one event loop."""
+    """Keeps one connection to each queried prefill worker until the worker ends. Used by one event loop."""
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()

@@ -19,7 +19,10 @@ class _Pull:
 
 
 class PendingTransfers:
-    """A transfer begins, prefill workers are queried, and the transfer is settled when all have answered or ended."""
+    """Tracks each transfer from `begin` until it is settled.
+
+    A transfer is settled when it has arrived or failed, and each queried prefill worker has answered or ended.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Transfer, _Pull] = {}
@@ -32,18 +35,18 @@ class PendingTransfers:
         self._open[transfer] = _Pull(now)
 
     def waits(self, transfer: Transfer) -> bool:
-        """Whether the request still waits: its blocks have neither arrived nor failed."""
+        """Return whether the request still waits: its transfer has neither arrived nor failed."""
         pull = self._open.get(transfer)
         return pull is not None and not pull.over
 
     def arrived(self, transfer: Transfer, now: float) -> float:
-        """All blocks have arrived. Returns the duration of the transfer, in the unit of `now`."""
+        """Record that all blocks have arrived; return the duration of the transfer, in the unit of `now`."""
         pull = self._open[transfer]
         pull.over = True
         return now - pull.since
 
     def failed(self, transfer: Transfer) -> None:
-        """The transfer has failed; the request no longer waits for its blocks."""
+        """Record that the transfer has failed; the request no longer waits for its blocks."""
         pull = self._open[transfer]
         pull.over = pull.failed = True
 
@@ -54,7 +57,7 @@ class PendingTransfers:
                 self._open[transfer].workers_queried = workers
 
     def answer(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """One prefill worker will not write for these transfers any more.
+        """Record that one prefill worker has answered or ended: it writes no more blocks for these transfers.
 
         Returns:
             (successful, failed): the transfers that are settled by this answer.
@@ -65,7 +68,7 @@ class PendingTransfers:
         return self.settle(transfers)
 
     def settle(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """Remove the settled ones of these transfers: no worker was queried, or all have answered. As `answer`."""
+        """Remove those of these transfers that are settled; return them as `answer` does."""
         done: tuple[list[Transfer], list[Transfer]] = ([], [])
         for transfer in transfers:
             pull = self._open.get(transfer)

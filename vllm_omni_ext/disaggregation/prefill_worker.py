@@ -1,4 +1,7 @@
-"""vLLM's worker that sends blocks, with freeing of unclaimed blocks, and waits that do not use a core."""
+"""Sends KV blocks from a prefill worker: extends vLLM's Mooncake worker.
+
+It frees blocks that are not fetched, and sleeps while it waits for a transfer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class SendMixin(MooncakeConnectorWorker):
         self._kv_retention_s = kv_retention_s
 
     async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
-        """Record the scheduler's state of this step's requests: running, finished, or not to be sent."""
+        """Record the scheduler's state of this step's requests: running, finished (with blocks), or not to be sent."""
         for request, (transfer_id, blocks) in metadata.reqs_to_send.items():
             entry = self.reqs_need_send.get(transfer_id)
             if entry is None:
@@ -72,7 +75,7 @@ class SendMixin(MooncakeConnectorWorker):
             self.news.set()
 
     def _drop(self, transfers: Iterable[str]) -> None:
-        """Free the blocks of failed transfers: decode does not query them again."""
+        """Free the blocks of failed transfers, which decode workers do not query again."""
         for transfer_id in transfers:
             entry = self.reqs_need_send.get(transfer_id)
             if entry is None or entry.sending:
@@ -88,7 +91,7 @@ class SendMixin(MooncakeConnectorWorker):
         self.news.set()
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
-        """Write blocks. Returns when all are written (0), or when it is certain that no write can follow (not 0)."""
+        """Write blocks; return 0 when all are written, `FAILED` when a write has failed and no write can follow."""
         since = time.perf_counter()
         statuses = self._write(remote_session, src_ptrs, dst_ptrs, lengths)
         if all(status == DONE for status in statuses):
@@ -117,7 +120,7 @@ class SendMixin(MooncakeConnectorWorker):
 
 
 class _Answers:
-    """Forwards answers, and records the requests whose blocks were not transferred."""
+    """Forwards answers to a socket, and records the requests whose blocks were not transferred."""
 
     def __init__(self, socket: Any, decoder: Any) -> None:
         self._socket, self._decoder = socket, decoder

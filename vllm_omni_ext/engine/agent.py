@@ -1,8 +1,8 @@
-"""Duties of every replica, independent of its scheduler.
+"""Functions that every replica has, independent of its scheduler.
 
 A replica reports its load to the coordinator, ends with its parent process, sets its process title, ends the requests
 of an API server that has died, and ends itself when its engine loop hangs. `ReplicaAgent` does this next to a
-scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs no code for these duties.
+scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs no code for these functions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
 
 
 class ReplicaAgent:
-    """Reports from `start` to `stop`, if this process is registered with a coordinator.
+    """Reports the replica's load to its coordinator, if it has one, and watches the engine's steps; `start` to `stop`.
 
     Args:
         scheduler: the scheduler of this replica's engine. It keeps the `Request` of every unfinished request.
@@ -54,7 +54,7 @@ class ReplicaAgent:
         self._reporter: Reporter | None = None
 
     def start(self) -> None:
-        """Tie this process to its parent and its coordinator, read from its environment."""
+        """Read the replica's identity from the environment; start to watch the parent and the steps, and to report."""
         enrolled = ReplicaIdentity.read()
         if enrolled is not None and enrolled.parent is not None:
             die_with_parent(enrolled.parent)
@@ -75,9 +75,9 @@ class ReplicaAgent:
         self._reporter.start()
 
     def load(self) -> Load | None:
-        """Return the scheduler's load, or None while a step takes too long: then no heartbeat is sent.
+        """Return the scheduler's load; None while a step exceeds the limit, so that no heartbeat is sent.
 
-        The reporter's thread calls this: the numbers may be one step old.
+        The reporter's thread calls this method: the numbers may be one step old.
         """
         if self._watch is not None and self._watch.late:
             return None
@@ -136,8 +136,8 @@ def _input_queue() -> Any:
 def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:
     """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler.
 
-    A step begins with `schedule` and ends with `update_from_output`. Statistics have the time of their step in
-    `step_counter`, Unix nanoseconds. vLLM uses that field between data parallel ranks only.
+    A step begins with `schedule` and ends with `update_from_output`. The field `step_counter` of the statistics is set
+    to the time of the step in Unix nanoseconds. vLLM uses that field between data parallel ranks only.
     """
     agent = ReplicaAgent(scheduler, step_timeout_s)
     add_request, shutdown = scheduler.add_request, scheduler.shutdown

@@ -1,4 +1,4 @@
-"""Process groups without network connections, for engines of one process.
+"""Replaces torch's gloo process groups by groups without network connections, in engines of a single process.
 
 vLLM makes more than a dozen process groups even for a single process. Each gloo group of torch listens on a TCP port,
 keeps every incoming connection open for ever, and has a thread that polls its socket every 10 ms.
@@ -21,9 +21,9 @@ BACKEND = "omni_alone"
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside the block, a process group of one process creates no gloo groups.
+    """Replace torch's functions that create process groups: a group of one process gets `BACKEND` in place of gloo.
 
-    On CPU, all groups are then the world group itself.
+    The `with` block ends the replacement. If the world group has `BACKEND` (on CPU), each new group is the world group.
     """
     distributed = torch.distributed
     start, make = distributed.init_process_group, distributed.new_group

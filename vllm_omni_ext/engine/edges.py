@@ -1,4 +1,7 @@
-"""Both ends of an edge, inside a stage's worker. Each end is opened by the first request that needs it."""
+"""Sender and receiver of the hidden states of an edge (a connection between two stages), inside the stages' workers.
+
+The first request that needs it opens the edge's connector.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 MOST_OF_ID = 256
-"""Length limit of the request id inside a name. The last characters are kept: vLLM makes the end of an id unique."""
+"""A name contains the last 256 characters of a request id at most: vLLM makes the end of an id unique."""
 
 
 @dataclass
 class _Sent:
-    """One request in a producer."""
+    """A request in an `EdgeSender`: its name in the connector, its number of stored chunks, and whether all are stored."""
 
     name: str
     chunks: int = 0
@@ -35,11 +38,11 @@ class _Sent:
 
 
 class EdgeSender:
-    """Puts a stage's hidden states into the connector from which the next stage takes them.
+    """Stores a stage's hidden states in the producer of an edge's connector, from which the next stage reads them.
 
     Args:
         edge: name of the edge.
-        settings: of the edge's connector.
+        settings: connector of the edge.
     """
 
     def __init__(self, edge: str, settings: Connector) -> None:
@@ -50,9 +53,9 @@ class EdgeSender:
         self._numbers = itertools.count()
 
     def send(self, req_id: str, cut: ExportedSlice) -> HiddenStatesChunkReady | None:
-        """Put the next hidden states of a request; return the message about them, or None if no consumer takes them.
+        """Store the next hidden states of a request; return the message that announces them to the next stage.
 
-        A connector error is reported in the message.
+        The result is None if the next stage has freed the request. A connector error is reported in the message.
         """
         sent = self._sent.get(req_id)
         if sent is None:  # a request id may be reused, a producer's name may not
@@ -70,7 +73,7 @@ class EdgeSender:
         return HiddenStatesChunkReady(source=source, name=sent.name, first=cut.first, count=cut.hidden_states.shape[0])
 
     def ended(self, req_id: str) -> None:
-        """End a request. Its hidden states stay unless some are missing; unknown ids are ignored."""
+        """End a request; free its hidden states if not all of them were stored. Unknown ids are ignored."""
         sent = self._sent.pop(req_id, None)
         if sent is not None and not sent.whole:
             self.forget([sent.name])
@@ -82,7 +85,7 @@ class EdgeSender:
                 self._producer.forget(name)
 
     def held(self) -> int | None:
-        """Return how many requests have hidden states stored here; None before the first."""
+        """Return how many requests have stored hidden states; None before the first request."""
         return None if self._producer is None else self._producer.stats().requests
 
     def _open(self) -> Producer:
@@ -93,17 +96,18 @@ class EdgeSender:
 
 @dataclass(frozen=True)
 class Lost:
-    """Announced hidden states are lost and will not arrive."""
+    """Result of `EdgeReceiver.take` for a request whose announced hidden states cannot be read."""
 
     reason: str
 
 
 @dataclass
 class _Taken:
-    """One request in a consumer.
+    """A request in an `EdgeReceiver`.
 
-    `count` hidden states were taken in all. The current source was read up to `seen`. Hidden states announced up to
-    `tried` were taken or lost. Unlike `count`, `tried` is equal in all workers of a replica.
+    `count` is the number of hidden states that were read from all sources. `chunks` and `seen` count the chunks and the
+    hidden states that were read from the current source. The first `tried` hidden states were read or are lost.
+    Unlike `count`, `tried` is equal in all workers of a replica.
     """
 
     ref: HiddenStatesRef
@@ -114,12 +118,12 @@ class _Taken:
 
 
 class EdgeReceiver:
-    """Takes a stage's hidden states from the replicas that store them.
+    """Reads the hidden states of another stage from the replicas that store them.
 
     Args:
         edge: name of the edge.
-        settings: of the edge's connector.
-        timeout_s: how long one `take` waits at most.
+        settings: connector of the edge.
+        timeout_s: longest wait of one `take`, in seconds.
     """
 
     def __init__(self, edge: str, settings: Connector, timeout_s: float) -> None:
@@ -130,7 +134,10 @@ class EdgeReceiver:
         self._taken: dict[str, _Taken] = {}
 
     def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
-        """Note how many hidden states of a request can be taken; those taken from another source before still count."""
+        """Record the replica that stores a request's hidden states (`ref.source`), and how many it stores.
+
+        After a failover `ref` has another source; hidden states that were read from the old source are skipped there.
+        """
         taken = self._taken.get(req_id)
         if taken is not None and (taken.ref.source, taken.ref.name) == (ref.source, ref.name):
             taken.ref = ref
@@ -142,11 +149,13 @@ class EdgeReceiver:
     def take(
         self, req_ids: Iterable[str], *, lost_anywhere: Callable[[dict[str, str]], dict[str, str]] = lambda lost: lost
     ) -> dict[str, list[torch.Tensor] | Lost]:
-        """Return new hidden states [count, width] of these requests, in order; the wait is short: all are stored.
+        """Read the announced hidden states that these requests have not received yet, [count, width], in order.
+
+        Announced hidden states are stored at their source, so the wait is short.
 
         Args:
-            lost_anywhere: receives the requests whose hidden states are lost here, with the reasons, and returns those
-                that are lost for any worker of the replica. Called in the same steps in all of these workers.
+            lost_anywhere: takes the requests whose hidden states are lost in this worker, with the reasons; returns the
+                requests whose hidden states are lost in any worker of the replica. All workers call it in equal steps.
         """
         due = [(r, taken) for r in req_ids if (taken := self._taken.get(r)) and taken.tried < taken.ref.count]
         if not due:
@@ -169,7 +178,7 @@ class EdgeReceiver:
             self._open().forget(taken.ref.source, taken.ref.name)
 
     def held(self) -> int | None:
-        """Return how many requests receive hidden states; None before the first."""
+        """Return how many requests receive hidden states; None before the first request."""
         return None if self._consumer is None else len(self._taken)
 
     def __contains__(self, req_id: str) -> bool:
@@ -194,11 +203,11 @@ class EdgeReceiver:
 
 
 def edge_sender(additional: Mapping[str, Any], edge: str = "") -> EdgeSender:
-    """Return the writing end of an edge that leaves a stage.
+    """Return the sender of a stage's outgoing edge.
 
     Args:
         additional: vLLM's `additional_config` of the stage.
-        edge: name of the edge; "" if the stage has one such edge.
+        edge: name of the edge; "": the stage's only outgoing edge.
 
     Raises:
         ConfigError: the stage has no such edge, or the edge's connector cannot be used here.
@@ -208,7 +217,7 @@ def edge_sender(additional: Mapping[str, Any], edge: str = "") -> EdgeSender:
 
 
 def edge_receiver(additional: Mapping[str, Any], edge: str = "") -> EdgeReceiver:
-    """Return the reading end of an edge that leads to a stage; as `edge_sender`."""
+    """Return the receiver of a stage's incoming edge; arguments and errors are those of `edge_sender`."""
     name, config = _edge(additional, INCOMING, edge)
     return EdgeReceiver(name, connector(config), config.timeout_s)
 

@@ -1,5 +1,6 @@
-"""The output of one layer next to a step's result, on both model runners, through vLLM's interface for EAGLE-3.
+"""Returns the output of one decoder layer in addition to a step's result, through vLLM's interface for EAGLE-3.
 
+This works with both of vLLM's model runners (V1 and V2).
 Compiled code and CUDA graphs have a fixed set of outputs. A runner that compiles or captures therefore receives the
 layer before it does so. Every step then adds two tensors and copies the sum, and a step that exports hidden states runs
 like any other. Without compilation, only the steps that export request the layer. The same holds for a runner with a
@@ -23,7 +24,7 @@ engine without the exported layer never loads code that was compiled with it."""
 
 
 class ExportedLayer:
-    """One layer of a runner's model.
+    """Makes a runner's model return the output of one of its layers.
 
     Args:
         runner: a V1 or V2 model runner; its model is loaded and has not run.
@@ -44,7 +45,7 @@ class ExportedLayer:
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Inside the block, a step computes the layer's output; call `take` before sampling."""
+        """Make the step inside the `with` block compute the layer's output; call `take` after it, before sampling."""
         if self._built_in:
             yield
             return
@@ -59,7 +60,7 @@ class ExportedLayer:
             hook.remove()
 
     def take(self) -> torch.Tensor:
-        """Return the layer's output [tokens, hidden] of the last step; a drafter's outputs stay in place."""
+        """Return the layer's output [tokens, hidden] of the last step; the drafter still receives its own outputs."""
         state = self._runner.execute_model_state
         found = dict(zip(self._all, state.aux_hidden_states, strict=True))
         if not self._built_in:
@@ -74,14 +75,14 @@ class ExportedLayer:
 
 
 def is_compiled(vllm_config: Any) -> bool:
-    """Whether the engine's steps run as compiled code or as CUDA graphs."""
+    """Return whether the engine's steps run as compiled code or as CUDA graphs."""
     config = vllm_config.compilation_config
     return config.mode != CompilationMode.NONE or config.cudagraph_mode != CUDAGraphMode.NONE
 
 
 @contextmanager
 def without_cuda_graphs(runner: Any) -> Iterator[None]:
-    """Inside the block, steps are dispatched as if no CUDA graph had been captured.
+    """Run the steps inside the `with` block without CUDA graphs, as if none had been captured.
 
     Otherwise, a prompt's last chunk of one token would count as a decode step and replay a full graph.
     """

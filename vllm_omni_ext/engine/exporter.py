@@ -12,7 +12,12 @@ from vllm_omni_ext.engine.input_provider import Span
 
 @dataclass(frozen=True, slots=True)
 class ExportedSlice:
-    """Exported hidden states [count, width] of one request; `first` is the index of row 0 among all that it exports."""
+    """Exported hidden states [count, width] of one request.
+
+    Attributes:
+        first: index of row 0 among all hidden states that the request exports.
+        last: the request exports no further hidden states.
+    """
 
     first: int
     hidden_states: torch.Tensor
@@ -22,14 +27,14 @@ class ExportedSlice:
 @dataclass(slots=True)
 class _Export:
     ranges: tuple[tuple[int, int], ...]  # prompt positions, ascending, [start, stop)
-    done: int = 0  # positions before this one were cut already
+    done: int = 0  # positions before this one were exported already
 
     def before(self, position: int) -> int:
         """Return how many exported positions lie before `position`."""
         return sum(max(0, min(stop, position) - start) for start, stop in self.ranges)
 
     def due(self, span: Span) -> list[tuple[int, int]]:
-        """Return the ranges of the span that are exported and not cut yet."""
+        """Return the ranges of the span's positions that are to be exported and were not exported yet."""
         begin, end = max(span.start, self.done), span.start + span.count
         clipped = [(max(start, begin), min(stop, end)) for start, stop in self.ranges]
         return [(start, stop) for start, stop in clipped if start < stop]
@@ -61,7 +66,7 @@ class Exporter:
         return any(span.req_id in self._open and self._open[span.req_id].due(span) for span in spans)
 
     def restore(self, req_id: str, until: int, kept: torch.Tensor) -> ExportedSlice | None:
-        """Export the positions before `until` from kept hidden states; None: all of them were exported before.
+        """Export the positions before `until` from kept hidden states; return None if all were exported before.
 
         Args:
             kept: [count, width], the hidden states of all exported positions before `until`.
@@ -79,7 +84,10 @@ class Exporter:
         return slice(export.before(start), export.before(stop))
 
     def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, ExportedSlice]:
-        """Return the exports of a step by request, from its `hidden` [tokens, width] (spans in batch order)."""
+        """Return the exported slice of each request in a step with the output `hidden` [tokens, width].
+
+        `spans` are in batch order.
+        """
         self.steps += 1
         found: dict[str, ExportedSlice] = {}
         base = 0

@@ -60,7 +60,7 @@ class CudaGraphs:
 
 
 def recorder_for(device: torch.device, *, eager: bool) -> CudaGraphs | None:
-    """Return the recorder of a device; None where functions run without graphs."""
+    """Return a recorder for a CUDA device; None if `eager` is set or for another device."""
     return None if eager or device.type != "cuda" else CudaGraphs(device)
 
 

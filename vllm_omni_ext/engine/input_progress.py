@@ -13,10 +13,10 @@ class InputProgress:
     """The input that one request has received so far.
 
     Attributes:
-        size: prompt positions, without those of tokens that the request made before it moved to this engine.
+        size: number of prompt positions, without tokens that were sampled before the request moved to this engine.
         received: number of leading prompt positions whose input has arrived.
         spans: ranges [start, stop) of positions whose input is hidden states of another stage, ascending.
-        hidden_states: number of these hidden states that can be taken, in the order of the positions.
+        hidden_states: number of these hidden states that were announced, in the order of the positions.
         step_inputs: number of positions after the prompt whose input has arrived.
         complete: no chunk follows; every later position has its input.
     """
@@ -40,7 +40,7 @@ class InputProgress:
         return None if self.complete else self.size + self.step_inputs
 
     def add(self, chunk: StageInput) -> None:
-        """Account for one chunk."""
+        """Add the input of one chunk."""
         self.received = self.size if chunk.prompt_positions is None else self.received + chunk.prompt_positions
         self.step_inputs += chunk.step_inputs
         self.complete = self.complete or chunk.last
@@ -49,7 +49,7 @@ class InputProgress:
 
     @classmethod
     def of(cls, opening: StageInput, length: int) -> InputProgress:
-        """Begin with the opening input of a request and the length of its prompt as the engine counts it."""
+        """Return the progress of a new request from its first input; `length`: prompt tokens, as the engine counts."""
         progress = cls(size=length - opening.done, spans=opening.hidden_spans)
         progress.add(opening)
         return progress

@@ -1,4 +1,4 @@
-"""Interfaces of the model of a stage that accepts chunks (used by `engine.worker.StreamingInputWorker`)."""
+"""Interfaces of a model whose input arrives in chunks; `engine.worker.StreamingInputWorker` calls them."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
 
 
 def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
-    """Return the step's spans in the batch order of the runner."""
+    """Return the positions that a step computes, one `Span` for each request, in the runner's batch order `order`."""
     starts = scheduled_starts(step)
     return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
 
 
 class InputProvider(Protocol):
-    """Per-request inputs of a stage. It lives in the worker and does not depend on schedulers or runners.
+    """Computes the input embeddings and the outputs of a stage's requests, in the worker, for both model runners.
 
-    Every input embedding is a function of the request's own history, so that preemption, chunked prefill and any batch
-    order give the same embeddings.
+    An input embedding must depend only on the request's own input and tokens. Preemption, chunked prefill and the batch
+    order then do not change the embeddings.
 
     Attributes:
-        payloads: the `msgspec.Struct` of the plugin's messages, or a union of tagged ones.
+        payloads: type to which the messages are converted: a `msgspec.Struct`, or a union of tagged structs.
     """
 
     payloads: Any
 
     def open(self, req_id: str, payload: Any, hidden_spans: Sequence[tuple[int, int]], params: Any) -> None:
-        """Start a request. A known id changes nothing: vLLM adds a preempted request again.
+        """Start a request. The call does nothing if the request is open: vLLM adds a preempted request a second time.
 
         Args:
             payload: the message that came with the request; None if there is none.
@@ -55,13 +55,13 @@ class InputProvider(Protocol):
         """
 
     def extend(self, req_id: str, payload: Any) -> None:
-        """Take the message of one more chunk of a request that is open."""
+        """Add the message of the next chunk of an open request."""
 
     def add_hidden_states(self, req_id: str, hidden: torch.Tensor) -> None:
-        """Take the next hidden states [n, width] of a request, in the order of its spans."""
+        """Add the next hidden states [n, width] of a request, in the order of its `hidden_spans`."""
 
     def blank(self, req_id: str) -> None:
-        """Use zeros for all missing hidden states of a request: they were lost, and the request is about to end."""
+        """Use zeros for all missing hidden states of a request; they are lost, and the request ends with an error."""
 
     def close(self, req_id: str) -> None:
         """Free the state of a request; unknown ids are ignored (vLLM may report an end twice)."""
@@ -70,12 +70,15 @@ class InputProvider(Protocol):
         """Return input embeddings of the spans in order: [sum of counts, hidden], model dtype."""
 
     def positions(self, req_id: str, length: int) -> tuple[torch.Tensor, int]:
-        """Return M-RoPE positions int64 [3, length] and the delta added to later positions."""
+        """Return the prompt's M-RoPE positions int64 [3, length] and the delta that is added to later positions."""
 
     def sampled(
         self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Turn sampled tokens into stage outputs; row i of `hidden` [requests, hidden] belongs to request i."""
+        """Return the output tensor of each request for its sampled tokens, or None for no output.
+
+        Row i of `hidden` [requests, hidden] belongs to request i.
+        """
 
 
 class StreamingInputModel(Protocol):
@@ -89,10 +92,10 @@ class StreamingInputModel(Protocol):
     sampled_hidden: torch.Tensor | None
 
     def after_load(self) -> None:
-        """Allocate the buffers that last as long as the engine; vLLM measures the memory afterwards."""
+        """Allocate the permanent buffers; called after loading, before vLLM measures the memory."""
 
     def begin_step(self, *, rows: Callable[[Sequence[str] | None], torch.Tensor], opened: list[str]) -> None:
-        """Begin a step.
+        """Prepare the model for a step.
 
         Args:
             rows: returns the step's input embeddings for a batch order (None: the V1 runner's own order).

@@ -1,10 +1,11 @@
-"""Exported hidden states of full prompt blocks, kept so that a later prompt with the same beginning computes neither
+"""Keeps exported hidden states of full prompt blocks, so that a later prompt with the same prefix computes neither
 its KV cache nor its hidden states again.
 
 A turn of a conversation begins with all earlier turns, and vLLM's prefix cache has the KV cache of their blocks. The
 next stage needs the hidden states of their multimodal positions too. The scheduler (`KeptExports`) decides which blocks
 are kept, under the hash of vLLM's prefix cache, and shortens a prefix cache hit to the blocks whose hidden states are
-kept. It sends its decisions to the worker with each step (`StepChanges`). The worker (`KeptHiddenStates`) only stores.
+kept. It sends its decisions to the worker with each step (`StepChanges`). The worker (`KeptHiddenStates`) stores the
+hidden states of each block in a numbered slot.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ BlockKey: TypeAlias = tuple[Hashable, Ranges]
 """Hash of a block, and its exported positions relative to the block's first one."""
 
 Part: TypeAlias = tuple[int, int, int]
-"""Positions [start, stop) of a request that one step computes within a block, and the number of the block's slot."""
+"""Positions [start, stop) that one step computes in one block of a request, and the number of the block's slot."""
 
 
 @dataclass
 class StepChanges:
-    """Changes that the worker makes in a step, in this order.
+    """Operations on kept hidden states that the worker does in a step, in this order.
 
     Attributes:
-        restore: by request, the position at which its computation begins, and the slots before that position.
-        keep: by request, the parts of blocks that the step exports.
-        free: slots to empty. The number of a slot is used once.
+        restore: by request, the first position that the step computes, and the slots of the blocks before it.
+        keep: by request, the parts of blocks whose hidden states are stored.
+        free: slots to free. A slot number is never used again.
     """
 
     restore: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
@@ -54,13 +55,13 @@ class RequestBlocks:
 
     Args:
         ranges: exported positions.
-        hashes: of the prompt's full blocks.
-        size: tokens of a block.
+        hashes: hashes of the prompt's full blocks.
+        size: tokens in a block.
 
     Attributes:
-        keys: by index of the block.
+        keys: keys of the blocks, by block index.
         computed: positions before this one have been computed for this request.
-        begun: slots of blocks that are not computed to their end yet, by index.
+        begun: slots of partly computed blocks, by block index.
     """
 
     def __init__(self, ranges: Ranges, hashes: Sequence[Hashable], size: int) -> None:
@@ -75,11 +76,11 @@ class RequestBlocks:
 
 
 class KeptBlocks:
-    """The blocks whose hidden states are kept; the least recently used ones are freed. Pure.
+    """Assigns slots to the blocks whose hidden states are kept, and frees the least recently used blocks. Pure.
 
     Args:
-        capacity: hidden states that may be kept.
-        size: tokens of a block.
+        capacity: largest number of hidden states that are kept.
+        size: tokens in a block.
     """
 
     def __init__(self, capacity: int, size: int) -> None:
@@ -99,19 +100,19 @@ class KeptBlocks:
         return self._rows
 
     def covered(self, blocks: RequestBlocks, hit: int) -> int:
-        """Return the length of the longest beginning of `hit` tokens whose exported hidden states are all kept."""
+        """Return the number of leading tokens, at most `hit`, whose exported hidden states are all kept."""
         missing = (index for index, key in blocks.keys.items() if index * self._size < hit and key not in self._slots)
         return min(hit, next(missing, hit) * self._size)
 
     def restore(self, blocks: RequestBlocks, start: int) -> list[int]:
-        """Return the slots of the blocks before `start`, which become the most recently used ones."""
+        """Return the slots of the blocks before position `start`, and mark these blocks as most recently used."""
         keys = [key for index, key in blocks.keys.items() if index * self._size < start]
         for key in keys:
             self._slots.move_to_end(key)
         return [self._slots[key] for key in keys]
 
     def compute(self, blocks: RequestBlocks, start: int, stop: int) -> list[Part]:
-        """Note that a step computes positions [start, stop) of a request; return the parts that the worker keeps.
+        """Record that a step computes positions [start, stop) of a request; return the parts that the worker keeps.
 
         Positions that were computed before for the same request are not exported a second time.
         """
@@ -146,13 +147,13 @@ class KeptBlocks:
             self._slots[key] = slot
 
     def close(self, blocks: RequestBlocks) -> None:
-        """End a request: slots of blocks that were not computed to their end are freed."""
+        """End a request: free the slots of its partly computed blocks."""
         while blocks.begun:
             index, slot = blocks.begun.popitem()
             self._free(blocks.keys[index], slot)
 
     def clear(self) -> None:
-        """Free all complete blocks."""
+        """Free the slots of all completely computed blocks."""
         while self._slots:
             self._free(*self._slots.popitem())
 
@@ -184,7 +185,7 @@ class KeptExports(Scheduler):
         self._exports: dict[str, RequestBlocks] = {}
 
     def add_request(self, request: Request) -> None:
-        """Add a request, with its blocks that have exported positions."""
+        """Add a request, and record its blocks with exported positions."""
         params = request.sampling_params
         ranges = tuple(sorted(export_ranges(params.extra_args))) if params is not None else ()
         if ranges:
@@ -196,7 +197,8 @@ class KeptExports(Scheduler):
         blocks = self._exports.get(request.request_id)
         if blocks is None:
             return super()._get_local_prefix_cache_hit(request, *limits)
-        # Such a request does not read the prefix cache, so that no connector loads KV cache without hidden states.
+        # The flag is set for such requests, so that no connector loads KV cache without hidden states. The local prefix
+        # cache is read.
         skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
         try:
             found, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limits)
@@ -208,7 +210,7 @@ class KeptExports(Scheduler):
         return found, covered, boundary, diverged
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step, with the hidden states that the worker restores, keeps and frees."""
+        """Schedule one step; its output contains the `StepChanges` for the worker as `kept`."""
         output = super().schedule(throttle_prefills)
         changes = StepChanges()
         if self._exports:
@@ -223,7 +225,7 @@ class KeptExports(Scheduler):
             for req_id, start in scheduled_starts(output).items()
             if req_id in self._exports and output.num_scheduled_tokens.get(req_id)
         ]
-        for req_id, blocks, start in due:  # before others free blocks
+        for req_id, blocks, start in due:  # before `compute` frees blocks
             if start > blocks.computed and (slots := self._kept.restore(blocks, start)):
                 changes.restore[req_id] = start, slots
         for req_id, blocks, start in due:
@@ -243,7 +245,7 @@ class KeptExports(Scheduler):
 
 
 class KeptHiddenStates:
-    """The worker's copies on the host: pieces [count, width] by slot, in the order of their positions."""
+    """Stores kept hidden states in the worker's host memory: tensors [count, width] by slot, in order of positions."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[torch.Tensor]] = {}
@@ -256,10 +258,10 @@ class KeptHiddenStates:
         return torch.cat([piece for slot in slots for piece in self._pieces[slot]])
 
     def keep(self, slot: int, rows: torch.Tensor) -> None:
-        """Add hidden states on the host to a slot; they are copied."""
+        """Add a copy of hidden states in host memory to a slot."""
         self._pieces.setdefault(slot, []).append(rows.clone())
 
     def free(self, slots: Iterable[int]) -> None:
-        """Empty slots."""
+        """Free slots."""
         for slot in slots:
             self._pieces.pop(slot, None)

@@ -1,8 +1,8 @@
-"""A stage that is no language model: its model works step by step on all running requests at once.
+"""Scheduler, worker and model interface of a stage that is no language model: a step computes all running requests.
 
 A model plugin names `PlainScheduler` and `PlainWorker` in the `engine` of its `StageSpec`, with
 `async_scheduling: False` and `enforce_eager: True`, and writes a `PlainModel`, which vLLM's loader builds and loads. A
-step is the work between two points at which requests may begin and be aborted, e.g. one denoise step.
+step is the work between two points at which requests may begin or be aborted, e.g. one denoise step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vllm_omni_ext.wire.envelope import Message, StageError, pack, unpack
 from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
 
 _LAST = -1
-"""Follows the tokens of an answer that ends its request."""
+"""Appended to the tokens of an answer that ends its request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRequest:
-    """One request, as the flow opened or submitted it.
+    """One request, as a flow has sent it to the stage.
 
     Attributes:
         req_id: the engine's id of the request.
@@ -45,8 +45,8 @@ class PlainRequest:
         payload: the flow's message, converted to `PlainModel.payloads`; None if there is none.
         params: vLLM's `SamplingParams`, or the stage's own parameters, converted to `PlainModel.params`.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
-        part: number of the part and its stream; None for a request that is no part.
-        waited: seconds that the request waited in the scheduler.
+        part: stream of the request and its number in the stream; None for a request that belongs to no stream.
+        waited: seconds that the request waited in the scheduler's queue.
     """
 
     req_id: str
@@ -64,9 +64,9 @@ class Answer:
 
     Attributes:
         output: a tensor on the CPU, a message, or None if the step has no output for the request.
-        last: the request ends with this answer; a `StageError` ends the request in any case.
-        tokens: generated token ids. As in any vLLM engine, the request ends at its stop tokens or its longest length,
-            and the tokens after that are dropped.
+        last: the request ends with this answer. An `output` of type `StageError` ends the request in any case.
+        tokens: generated token ids. As in any vLLM engine, a stop token or the length limit ends the request. Tokens
+            after its end are dropped.
     """
 
     output: torch.Tensor | Message | None
@@ -75,13 +75,16 @@ class Answer:
 
 
 class PlainModel(nn.Module, IsAttentionFree):
-    """Base class. Like every vLLM model, a subclass takes `vllm_config` and `prefix` and has `load_weights`."""
+    """Base class of the models of plain stages.
+
+    As in every vLLM model, the constructor takes `vllm_config` and `prefix`, and a subclass defines `load_weights`.
+    """
 
     payloads: ClassVar[Any] = Any
-    """The `msgspec.Struct` of the plugin's messages, or a union of tagged ones."""
+    """Type to which the messages are converted: a `msgspec.Struct`, or a union of tagged structs."""
 
     params: ClassVar[Any] = None
-    """The `msgspec.Struct` of the stage's own parameters; None: vLLM's `SamplingParams`."""
+    """The `msgspec.Struct` of the stage's own parameters; None: requests have vLLM's `SamplingParams`."""
 
     def open(self, request: PlainRequest) -> None:
         """Begin a request.
@@ -92,7 +95,7 @@ class PlainModel(nn.Module, IsAttentionFree):
         raise NotImplementedError
 
     def step(self, req_ids: Sequence[str]) -> Mapping[str, Answer]:
-        """Do one step of these requests. A request that is missing in the result continues without an output."""
+        """Compute one step of these requests; return their answers. A request without an answer continues."""
         raise NotImplementedError
 
     def close(self, req_id: str) -> None:
@@ -106,7 +109,7 @@ class PlainModel(nn.Module, IsAttentionFree):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Keep Model Runner V2 from treating a model without attention as a Mamba model."""
+        """Return vLLM's default model state; else Model Runner V2 would take a model without attention for Mamba."""
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         return DefaultModelState
@@ -157,7 +160,7 @@ class PlainWorker(StageWorker):
 
 
 def _begin(model: PlainModel, new: NewRequestData, waited: float) -> Answer | None:
-    """Open a request. Returns an answer at once if the request only ends a stream or cannot be served."""
+    """Open a request in the model; return its answer if it ends without a step (it ends a stream, or is invalid)."""
     assert new.sampling_params is not None, "a plain stage takes sampling parameters"
     extra = new.sampling_params.extra_args or {}
     try:
@@ -205,10 +208,10 @@ class _Entry:
 
 
 class PlainScheduler(SchedulerInterface):
-    """First come, first served: up to `max_num_seqs` requests run, and every step includes all of them.
+    """Schedules requests first come, first served: up to `max_num_seqs` run, and each step includes all running ones.
 
-    A subclass that limits the memory or the step of the running requests sets `limits` and overrides `costs`. The first
-    waiting request waits until there is room for it. All others wait behind it.
+    A subclass that limits the memory or the step time of the running requests sets `limits` and overrides `costs`. The
+    first waiting request waits until its costs fit. All later requests wait behind it.
 
     Attributes:
         limits: name of a resource -> the greatest sum of the running requests' costs.
@@ -240,7 +243,7 @@ class PlainScheduler(SchedulerInterface):
         return {}
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, or refuse it if it would not even run alone."""
+        """Queue a request; reject it if `costs` raises, or if one of its costs exceeds the limit."""
         self._record(request, EngineCoreEventType.QUEUED)
         try:
             costs = self.costs(request)
@@ -253,7 +256,7 @@ class PlainScheduler(SchedulerInterface):
             self._waiting[request.request_id] = _Entry(request, costs, time.monotonic())
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step of the running requests; waiting requests join while there is room."""
+        """Start waiting requests while the limits allow it, then schedule one step of all running requests."""
         output, waited = SchedulerOutput.make_empty(), {}
         while self._pause is PauseState.UNPAUSED and self._waiting and self._has_room():
             req_id = next(iter(self._waiting))
@@ -301,7 +304,7 @@ class PlainScheduler(SchedulerInterface):
         return clients
 
     def _advance(self, request: Request, tokens: list[int], tensor: torch.Tensor | None) -> list[int]:
-        """Add an answer to a request, and end the request if it ends there; return the tokens up to its end."""
+        """Append an answer's tokens to a request; end the request at a stop condition. Return the accepted tokens."""
         status, accepted = None, [token for token in tokens if token != _LAST]
         for number, token in enumerate(accepted, 1):
             request.append_output_token_ids(token)
@@ -362,16 +365,16 @@ class PlainScheduler(SchedulerInterface):
         return True
 
     def reset_encoder_cache(self) -> None:
-        """There is no encoder cache."""
+        """Do nothing: there is no encoder cache."""
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
         """Return None: there are no grammars."""
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """There are no draft tokens."""
+        """Do nothing: there are no draft tokens."""
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """There are no draft tokens."""
+        """Do nothing: there are no draft tokens."""
 
     def shutdown(self) -> None:
         """Do nothing: the scheduler owns no resources."""
@@ -382,7 +385,7 @@ class PlainScheduler(SchedulerInterface):
 
 
 def _output(request: Request, tokens: list[int], tensor: torch.Tensor | None) -> EngineCoreOutput:
-    """Return an answer as vLLM sends it, with the reason if it is the request's last one."""
+    """Return an answer as vLLM's output to the API server, with the finish reason if the request has ended."""
     stats = request.take_prefill_stats() if tokens else None
     if stats is not None:
         stats.set(request.num_prompt_tokens, 0, 0)

@@ -13,20 +13,20 @@ VARIABLE = "OMNI_REPLICA_IDENTITY"
 
 
 class ReplicaIdentity(Struct, frozen=True, kw_only=True):
-    """One replica, as its parent started it.
+    """Values that a replica's process receives from its parent: the replica's name (stage and index) and settings.
 
     Attributes:
-        parent: process id of the parent, whose thread that started the replica lives as long as the parent; the replica
-            ends when the parent ends. None: see `program`.
+        parent: process id of the parent; the replica ends when the parent's thread that started it ends. None: the
+            replica ends with `program`, or with no other process.
         program: process id of a user's program, any thread of which may have started the replica; the replica ends when
-            the program ends. None: there is none.
-        epoch: distinguishes this process from earlier ones of the same name.
-        proof: the head's proof of name and epoch for the coordinator.
+            the program ends. None: no user's program has started it.
+        epoch: distinguishes this process from earlier processes of the same replica name.
+        proof: the head's proof for the coordinator that the head has assigned name and epoch.
         events: the coordinator's address for replicas; None: there is no coordinator.
         interval_s: time between two heartbeats.
         host: address under which other hosts reach this host; "" if they cannot.
         secret_file: file with the cluster's secret.
-        ports: first and last port on which it may listen for other hosts; None: any.
+        ports: first and last port on which the replica may listen for other hosts; None: any.
     """
 
     stage: str

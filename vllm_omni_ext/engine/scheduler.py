@@ -2,8 +2,9 @@
 
 `StreamingInput` is for a stage whose inputs arrive in chunks. A chunk is a second ADD with a known request id (see
 `wire.stage_input`). A request is computed as far as its input has arrived: vLLM calls `_reserve_prefill_lookahead` for
-every request of a step. A request whose next input is missing is held with vLLM's own `next_decode_eligible_step`. If
-all requests are held, the engine reports no work and sleeps on its input queue until the next chunk, request or abort.
+every request of a step, and the override limits the number of tokens. A request whose next input is missing is held
+with vLLM's own `next_decode_eligible_step`. If all requests are held, the engine reports no work and sleeps on its
+input queue until the next chunk, request or abort.
 
 `DueFirst` is for a stage whose outputs are due at known times. vLLM's own policy `priority` orders the requests by the
 time at which each is due. Steps are short, so that a request that is due soon waits only briefly for the running step.
@@ -89,8 +90,8 @@ class StreamingInput(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one step without the requests whose input is missing.
 
-        A pause that waits for running requests (`PAUSED_NEW`) completes when none of them can run: the stage that sends
-        the missing input may be paused too. These requests are preempted, and run again after the pause.
+        A pause that waits for running requests (`PAUSED_NEW`) completes when no running request has input: the stage
+        that sends the missing input may be paused too. These requests are preempted. They run again after the pause.
         """
         if self.pause_state is PauseState.PAUSED_NEW and all(map(self._stuck, self.running)):
             self._preempt_all()
@@ -123,7 +124,7 @@ class StreamingInput(Scheduler):
         return outputs
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
-        """End requests, held ones included; return those that have ended and whose clients vLLM may notify."""
+        """End requests, including held requests; return the requests that have ended, whose clients vLLM notifies."""
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         names = list(self._progress) if request_ids is None else list(request_ids)
@@ -147,7 +148,7 @@ LONGEST_STEP_S = 0.025
 
 
 class DueFirst(Scheduler):
-    """Keeps steps short while requests wait; with the policy `fcfs` it is vLLM's scheduler."""
+    """Keeps steps short while requests wait; with the policy `fcfs` it schedules as vLLM does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,10 +178,10 @@ class DueFirst(Scheduler):
 
 
 class OrphanedExports(Scheduler):
-    """Sends the names of hidden states that no stage will take to the worker, with the next step.
+    """Sends the worker, with the next step, the names of hidden states that it must free: no stage will receive them.
 
-    They belong to requests that were aborted during the step that exported them: vLLM drops the output of such a step,
-    and with it the only reference to them.
+    Such hidden states belong to requests that were aborted during the step that exported them. vLLM drops the output of
+    such a step, which contains the only reference to the hidden states.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -222,10 +223,11 @@ def scheduler_factory(*features: type[Scheduler]) -> Callable[..., Scheduler]:
 
 
 streaming_input_scheduler = scheduler_factory(StreamingInput)
-"""For a stage that accepts chunks."""
+"""`scheduler_cls` of a stage whose input arrives in chunks."""
 
 due_first_scheduler = scheduler_factory(DueFirst)
-"""For a stage whose flow sets due times of parts (`plugins.flow.Submit.due`), with `scheduling_policy: priority`."""
+"""`scheduler_cls` of a stage whose flow sets due times (`plugins.flow.Submit.due`). It needs the scheduling policy
+`priority`."""
 
 export_scheduler = scheduler_factory(KeptExports, OrphanedExports)
-"""For a stage whose worker exports hidden states."""
+"""`scheduler_cls` of a stage whose worker exports hidden states."""

@@ -1,19 +1,23 @@
-"""Limits the work of a step, so that a request that becomes urgent meanwhile waits only briefly. Pure: no clock."""
+"""Limits the number of tokens in a step by the time that they take, so that an urgent request waits for a short step.
+
+Pure: no clock.
+"""
 
 from __future__ import annotations
 
 FORGET = 0.95
-"""Weight of a step after the next one: about the last twenty count."""
+"""Factor by which each later step reduces the weight of a step: about the last 20 steps count."""
 
 LEAST_SPREAD = 0.01
-"""If the variance is below this share of the mean square, steps are too similar in size to estimate a token's cost."""
+"""If the variance of the steps' token counts is below this share of their mean square, a token's cost is not estimated
+apart from the step's."""
 
 
 class StepBudget:
-    """Estimates the cost of steps, as a time for the step and one for each token, and limits steps to a time.
+    """Estimates the duration of a step as a fixed time plus a time for each token, and limits the tokens of a step.
 
     Args:
-        limit_s: longest step. A single request that takes longer is still a step of its own.
+        limit_s: longest step in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -21,7 +25,7 @@ class StepBudget:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Account for a step that has ended."""
+        """Add a finished step to the estimate."""
         seconds = min(seconds, 10 * self._limit_s)  # longer times come from a process that was stopped meanwhile
         self._weight = FORGET * self._weight + 1
         self._x = FORGET * self._x + tokens
@@ -30,7 +34,7 @@ class StepBudget:
         self._xy = FORGET * self._xy + tokens * seconds
 
     def tokens(self, most: int) -> int:
-        """Return how many tokens fit into a step, from 1 to `most`."""
+        """Return how many tokens a step may have by the estimate, from 1 to `most`."""
         token_s, step_s = self.cost()
         left_s = self._limit_s - step_s
         if token_s <= 0 or left_s >= most * token_s:
@@ -38,7 +42,7 @@ class StepBudget:
         return 1 if left_s <= token_s else int(left_s / token_s)
 
     def cost(self) -> tuple[float, float]:
-        """Return the seconds of a token and those of a step without tokens: the line nearest to all steps."""
+        """Return (seconds per token, seconds of a step without tokens): the least-squares line through all steps."""
         if not self._x:
             return 0.0, 0.0
         x, y, xx = self._x / self._weight, self._y / self._weight, self._xx / self._weight

@@ -1,4 +1,4 @@
-"""Liveness of a replica's engine loop: finds a loop that does not turn although it has work, and ends the process.
+"""Detects a hung engine loop of a replica: a loop that has work, but does not turn. Ends the replica's process then.
 
 Other threads of the process go on during a hang, so their heartbeats do not show the state of the loop. The loop counts
 its turns and its steps in a `LoopClock`; a thread reads the clock. The loop has work unless it waits for its empty
@@ -6,9 +6,9 @@ input queue. A loop with work that does not turn within the limit makes the repl
 heartbeat. After 1.5 times the limit the process is ended; its supervisor moves its requests to other replicas and
 starts it again. A call (a utility of vLLM: sleep, LoRA load, `collective_rpc`) has its own limit, `CALL_LIMIT_S`.
 
-A step that never releases Python's global interpreter lock stops that thread, too. For this case, the thread winds up
-a timer of the system at every reading. If the timer is not wound up in time, the stacks of all threads are written into
-the replica's log, and the process is killed by SIGALRM.
+A step that never releases Python's global interpreter lock stops that thread, too. For this case, the thread restarts
+a timer of the operating system at every reading. When the timer expires, the stacks of all threads are written into
+the replica's log, and SIGALRM ends the process.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from collections.abc import Callable
 from typing import Any
 
 TICKS = 8
-"""How often the clock is read within the limit."""
+"""Number of readings of the clock within the limit."""
 
 FATAL_TICKS = 12
-"""A step that lasts for so many readings is not waited for any longer."""
+"""Number of readings without progress after which the process is ended: 1.5 times the limit."""
 
 FIRST_STEP_FACTOR = 10
-"""The first step may take so many times the limit, because kernels may be compiled in it."""
+"""Factor by which the limit is longer for the first step, in which kernels may be compiled."""
 
 CALL_LIMIT_S = 600.0
-"""Seconds that a call may take, if the limit of a step is shorter: as long as the load of a large LoRA adapter."""
+"""Limit of a call in seconds, unless the limit of a step is longer. A large LoRA adapter is loaded within this time."""
 
 STANDARD_ERROR = 2
 """File descriptor of the replica's log."""
@@ -45,10 +45,10 @@ class LoopClock:
     """Counts the turns and steps of an engine loop. One thread writes, others may read.
 
     Attributes:
-        begun: number of steps that have begun; an engine may begin a step before the one before it has ended.
+        begun: number of steps that have begun; an engine may begin a step before the previous step has ended.
         ended: number of steps that have ended.
         turns: number of times that the loop has read its input queue.
-        calling: the loop executes a call.
+        calling: whether the loop executes a call (a utility of vLLM).
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class LoopClock:
         """Count the turns of a loop by the reads of its input queue.
 
         Args:
-            inputs: holds (type, message); it becomes a `LoopQueue`.
-            call: the type of calls.
+            inputs: queue of (type, message); its class is changed to `LoopQueue`.
+            call: the type of messages that are calls.
         """
         inputs.__class__ = LoopQueue
         assert isinstance(inputs, LoopQueue)
@@ -76,7 +76,7 @@ class LoopClock:
 
     @property
     def idle(self) -> bool:
-        """Whether the loop has no work. Before its first turn the engine starts, which has a limit of its own."""
+        """Whether the loop has no work. True before the first turn: the start of the engine has a limit of its own."""
         if self._inputs is None:
             return self.begun == self.ended
         return not self.turns or (self._inputs.waiting and self._inputs.empty_now())
@@ -90,16 +90,16 @@ class LoopQueue(queue.Queue[Any]):
     waiting = False
 
     def empty(self) -> bool:
-        """As of `Queue`; the loop calls it in each turn."""
+        """Return whether the queue is empty, and count a turn: the loop calls this method in each turn."""
         self._turn()
         return super().empty()
 
     def empty_now(self) -> bool:
-        """As `empty`, for other threads."""
+        """Return whether the queue is empty without counting a turn, for other threads."""
         return not self.queue
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As of `Queue`; while the loop waits here for input, `waiting` is set."""
+        """Return the next item as `Queue` does, and count turns; `waiting` is set while the loop waits for input."""
         self._turn()
         self.waiting = block
         try:
@@ -116,37 +116,37 @@ class LoopQueue(queue.Queue[Any]):
 
 
 class LockFreeTimer:
-    """Ends this process when it is not wound up again in time, even if a thread keeps the interpreter lock.
+    """Ends this process unless `wind_up` is called again in time, even if a thread holds the interpreter lock.
 
-    The system sends SIGALRM. A handler of `faulthandler`, which needs no lock, writes the stacks of all threads. The
-    signal then ends the process. `faulthandler.dump_traceback_later` would do the same, but blocks for ever in a
-    process that was forked while its parent used it. Made in the main thread.
+    The operating system sends SIGALRM. A handler of `faulthandler`, which needs no lock, writes the stacks of all
+    threads. The signal then ends the process. `faulthandler.dump_traceback_later` would do the same, but blocks for
+    ever in a process that was forked while its parent used it. The constructor must run in the main thread.
     """
 
     def __init__(self) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler of Python's, which may be inherited, needs the lock
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an inherited Python handler would need the lock
         faulthandler.register(signal.SIGALRM, file=STANDARD_ERROR, all_threads=True, chain=True)
         self._lock = threading.Lock()
         self._stopped = False
 
     def wind_up(self, limit_s: float) -> None:
-        """End the process after so many seconds unless this is called again, or `stop` is."""
+        """Restart the timer: it ends the process after `limit_s` seconds, unless `wind_up` or `stop` is called."""
         with self._lock:
             if not self._stopped:
                 signal.setitimer(signal.ITIMER_REAL, limit_s)
 
     def stop(self) -> None:
-        """Never end the process."""
+        """Stop the timer; later calls of `wind_up` do nothing."""
         with self._lock:
             self._stopped = True
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class StepWatch:
-    """Finds a loop with work that does not turn within the limit.
+    """Detects a loop with work that does not turn within the limit.
 
-    Time is counted in readings of the clock, not taken from a system clock. A process that was stopped, or not run by a
-    busy machine, makes no readings meanwhile, so it does not count as hung.
+    Time is counted in readings of the `LoopClock`, not taken from a system clock. A process that is stopped, or gets no
+    CPU time on a busy machine, makes no readings meanwhile. So it does not count as hung.
 
     Args:
         clock: written by the engine loop.
@@ -178,7 +178,7 @@ class StepWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching. Returns at once."""
+        """Stop the watching thread, without waiting for its end, and the timer."""
         self._stopped.set()
         if self._timer is not None:
             self._timer.stop()

@@ -1,7 +1,7 @@
-"""Workers of stages: plain ones, ones that export hidden states, and ones whose input arrives in chunks.
+"""Workers of stages: vLLM's worker, a worker that exports hidden states, and a worker whose input arrives in chunks.
 
-The logic is in `Exporter` and in the model's `InputProvider`; this module connects them to vLLM's runner. The V1 runner
-(CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in the batch order
+Their logic is in `Exporter` and in the model's `InputProvider`; this module connects them to vLLM's runner. The V1
+runner (CPU, or `VLLM_USE_V2_MODEL_RUNNER=0`) and Model Runner V2 (GPU default) differ only in the batch order
 (`_v1_order`) and in the call that needs the input embeddings (V1: `embed_input_ids`; V2: `get_model_state_cls`).
 """
 
@@ -82,7 +82,7 @@ def _unlink_queues(name: str, rank: int) -> None:
     them has initialized its device.
 
     Args:
-        name: beginning of the names, of one engine.
+        name: prefix of the file names; each engine has its own.
     """
     for file in Path(SHARED).glob(f"{glob.escape(name)}-*-cpushm_*"):
         ranks = file.name.rpartition("[")[2].partition("]")[0]
@@ -104,7 +104,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
         return made
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step; seeded requests from a lost replica continue its random numbers."""
+        """Run one step. A seeded request from a lost replica skips the random numbers that were drawn there."""
         runner = self.model_runner
         seeded = _seeded(runner, scheduler_output)
         out = super().execute_model(scheduler_output)
@@ -122,7 +122,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up: the last step of the start-up."""
-        if current_platform.is_cuda_alike():  # before vLLM's monitor reports each compilation as one of a request
+        if current_platform.is_cuda_alike():  # later, vLLM's monitor would attribute each compilation to a request
             _build_last_kernels(self.model_runner)
         times = super().compile_or_warm_up_model()
         if current_platform.is_cuda_alike() and not self.vllm_config.kernel_config.enable_jit_warmup:
@@ -133,7 +133,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
         return times
 
     def _warm_up_eager(self) -> None:
-        """Compile the kernels of Model Runner V2 for a pooling model; vLLM does not for eager stages."""
+        """Run vLLM's warm-up of Model Runner V2's kernels for a pooling model; vLLM omits it for eager stages."""
         runner = self.model_runner
         if not (self.use_v2_model_runner and runner.is_pooling_model):
             return
@@ -166,7 +166,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
 def _build_last_kernels(runner: Any) -> None:
     """Compile the Triton kernels that vLLM's own warm-up leaves to the first request.
 
-    vLLM samples with top-k and top-p together in its warm-up, and takes no output of a pooling model.
+    vLLM's warm-up samples only with top-k and top-p together. It reads no output of a pooling model.
     """
     device = runner.device
     if not runner.is_pooling_model:
@@ -184,9 +184,9 @@ def _build_last_kernels(runner: Any) -> None:
 
 
 def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:
-    """Return how many tokens were drawn elsewhere for the step's new seeded requests, without those with none.
+    """Return the number of tokens that a lost replica has sampled, for each new seeded request that comes from one.
 
-    Model Runner V2 has no generators: it draws by position.
+    The result is empty for Model Runner V2, whose random numbers depend on seed and position, not on a generator.
     """
     known = getattr(runner, "requests", None)
     if known is None:
@@ -202,7 +202,7 @@ def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:
 
 
 def _advance(runner: Any, generator: torch.Generator, draws: int) -> None:
-    """Draw `draws` times from a generator with vLLM's sampler, so that the numbers that follow are the same."""
+    """Bring a generator into the state that it has after vLLM's sampler has sampled `draws` tokens with it."""
     sampler = runner.sampler.topk_topp_sampler
     logits = torch.zeros((1, runner.input_batch.vocab_size), dtype=torch.float32, device=generator.device)
     for _ in range(draws):
@@ -211,7 +211,7 @@ def _advance(runner: Any, generator: torch.Generator, draws: int) -> None:
 
 @contextmanager
 def _without_draws(runner: Any) -> Iterator[None]:
-    """Inside the block, requests whose sample will be discarded have no generator.
+    """Remove the generators of requests whose sample vLLM will discard, until the `with` block ends.
 
     vLLM samples for such requests and then rewinds their generators. CPU generators cannot be rewound: the engine would
     crash.
@@ -230,12 +230,12 @@ def _without_draws(runner: Any) -> Iterator[None]:
 class HiddenStatesExportWorker(StageWorker):
     """Exports hidden states of chosen prompt positions to the next stage and attaches their address to the output.
 
-    Without requests that export, this is vLLM's worker. `additional_config["exported_layer"]` of the stage's engine
-    names the layer; a stage that takes the layer from the checkpoint's config overrides `layer_to_export`.
+    Steps without exporting requests run as in vLLM's worker. `additional_config["exported_layer"]` of the engine sets
+    the layer. A subclass may override `layer_to_export` to read the layer from the checkpoint's config.
     """
 
     edge = ""
-    """Name of the edge that carries the hidden states; "" = the only one."""
+    """Name of the edge over which the hidden states are sent; "": the stage's only outgoing edge."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -267,15 +267,15 @@ class HiddenStatesExportWorker(StageWorker):
         return self._exporter.steps
 
     def forget_hidden_states(self, names: Sequence[str]) -> None:
-        """Free hidden states that no stage will take (called through `collective_rpc`)."""
+        """Free hidden states, by their names, that no stage will receive (called through `collective_rpc`)."""
         self._sender.forget(names)
 
     def hidden_states_held(self) -> int | None:
-        """Return how many requests have hidden states here; None before the first (read through `collective_rpc`)."""
+        """Return the number of requests with stored hidden states; None before the first (through `collective_rpc`)."""
         return self._sender.held()
 
     def hidden_states_kept(self) -> int:
-        """Return how many blocks have kept hidden states here (read through `collective_rpc`)."""
+        """Return the number of prompt blocks whose hidden states are kept for later prompts (`collective_rpc`)."""
         return len(self._kept)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -300,7 +300,7 @@ class HiddenStatesExportWorker(StageWorker):
         return out
 
     def _restore(self, changes: StepChanges) -> dict[str, ExportedSlice]:
-        """Return the kept hidden states that begin the exports of requests."""
+        """Return, by request, the exported hidden states that are read from kept blocks instead of being computed."""
         restored = {}
         for req_id, (start, slots) in changes.restore.items():
             kept = self._kept.restore(slots) if _answers() else torch.empty(0)
@@ -343,14 +343,18 @@ def _joined(kept: ExportedSlice, new: ExportedSlice) -> ExportedSlice:
 
 
 def _answers() -> bool:
-    """Return whether the engine reads this worker's output; all workers of a replica have the same hidden states."""
+    """Return whether the engine reads this worker's output.
+
+    Only this worker sends hidden states: they are equal in all workers of a replica.
+    """
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
 def _lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
-    """Return the requests that are lost for any of the workers that compute together, with a reason for each.
+    """Return the requests whose hidden states are lost in any worker of the tensor parallel group, with the reasons.
 
-    The engine reads one worker's output only. Hidden states lost in another worker would become zeros without a report.
+    The engine reads the output of one worker only. Without this exchange, hidden states that are lost in another worker
+    would become zeros without an error.
     """
     workers = get_tp_group()
     if workers.world_size == 1:
@@ -363,12 +367,12 @@ def _lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
 class StreamingInputWorker(StageWorker):
     """Runs a `StreamingInputModel`, whose `InputProvider` makes the input embeddings and the stage's outputs.
 
-    If an edge leads to the stage, hidden states of another stage arrive over that edge. Steps that do not come from
-    `StreamingInput` are vLLM's own warm-up steps (V2 runs them through the worker) and run unchanged.
+    If an edge leads to the stage, hidden states of another stage arrive over that edge. Steps that `StreamingInput` has
+    not scheduled are vLLM's own warm-up steps (V2 runs them through the worker). They run as in vLLM's worker.
     """
 
     edge = ""
-    """Name of the edge that brings hidden states; "" = the only one, if there is one."""
+    """Name of the edge over which hidden states arrive; "": the stage's only incoming edge, if it has one."""
 
     _warming_up = True
 
@@ -383,13 +387,13 @@ class StreamingInputWorker(StageWorker):
         return self.model_runner.get_model()  # type: ignore[no-any-return]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model and its lasting buffers, before vLLM measures the memory."""
+        """Load the model and allocate its permanent buffers, before vLLM measures the memory."""
         super().load_model(*args, **kwargs)
         self._model.after_load()
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Give the step's requests, chunks and hidden states to the model's input provider, then run the step."""
+        """Pass the step's requests, chunks and hidden states to the model's input provider, then run the step."""
         self._warming_up = not hasattr(scheduler_output, "chunks")
         if self._warming_up:
             return super().execute_model(scheduler_output)
@@ -416,7 +420,7 @@ class StreamingInputWorker(StageWorker):
             model.end_step()
 
     def hidden_states_open(self) -> int | None:
-        """Return how many requests receive hidden states; None before the first (read through `collective_rpc`)."""
+        """Return the number of requests that receive hidden states; None before the first (`collective_rpc`)."""
         return None if self._receiver is None else self._receiver.held()
 
     def _open(self, req_id: str, params: Any) -> None:
@@ -455,7 +459,7 @@ class StreamingInputWorker(StageWorker):
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, then attach the outputs that the input provider makes of the sampled tokens."""
+        """Sample, then attach the outputs that the input provider computes from the sampled tokens."""
         out = super().sample_tokens(grammar_output)
         if self._warming_up:
             return out
