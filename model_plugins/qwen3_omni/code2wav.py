@@ -1,14 +1,14 @@
 """The vocoder as a vLLM model: codec frames in as prompt tokens, a waveform out, on vLLM's pooling runner.
 
-An utterance is a stream of requests, its parts, which follow each other in the engine's queue; each takes one step. A
-part's prompt is its frames, flattened frame by frame: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0, ...]`,
-plain codes in `0 .. codebook_size - 1`. Its `PoolingParams` are `task=POOLING_TASK` and the `extra_kwargs` of a
-`wire.stage_input.PartHeader`; its output is the samples that became final with it, `[samples]` float32, or a
-`wire.envelope.StageError`.
+An utterance is a stream of requests, its parts, which follow each other in the engine's queue. Each takes one step. A
+part's prompt is its frames, flattened: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0, ...]`, codes in
+`0 .. codebook_size - 1`. Its `PoolingParams` are `task=POOLING_TASK` and the `extra_kwargs` of a
+`wire.stage_input.PartHeader`. Its output is a tensor of the samples that became final with the part, `[samples]`
+float32, or a `wire.envelope.StageError`.
 
-The pooler does the work: it receives whole requests and keeps the state of streams between parts; `forward` computes
-nothing. The order is safe: a later part of a stream is never due before an earlier one, a prompt is never split (vLLM
-turns chunked prefill off for models without attention), and without a KV cache no request is preempted.
+The pooler receives whole requests, decodes them, and keeps the state of streams between parts; `forward` returns zeros.
+The parts of a stream are decoded in order: a later part is never due before an earlier part, a prompt is never split
+(vLLM turns chunked prefill off for models without attention), and without a KV cache no request is preempted.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class WaveformPooler(Pooler):
         return {POOLING_TASK}
 
     def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
-        """Request the prompt's token ids from the runner, on the CPU."""
+        """Make the runner pass the prompt's token ids to the pooler, on the CPU."""
         return PoolingParamsUpdate(requires_token_ids=True)
 
     def forward(self, hidden_states: Tensor, pooling_metadata: PoolingMetadata) -> list[Tensor]:
         """Return for each request its samples, `[samples]` float32, or a packed error if it cannot be decoded.
 
-        An exception here would end the engine with all its requests, and an unknown code would do the same on a GPU.
+        An exception in this method would end the engine with all its requests; so would an invalid code on a GPU.
         `hidden_states` is not used.
         """
         params = pooling_metadata.pooling_params
-        if all(each.extra_kwargs is None for each in params):  # vLLM measures memory, or compiles
+        if all(each.extra_kwargs is None for each in params):  # vLLM profiles memory, or warms up
             return self._warm_up(len(params))
         answers: list[Tensor | str] = []
         headers, chunks, places = [], [], []
@@ -97,15 +97,18 @@ class WaveformPooler(Pooler):
         return codes.unflatten(0, (-1, groups))
 
     def _warm_up(self, requests: int) -> list[Tensor]:
-        """Run every kernel once, on few frames. The runner's dummy batch is as long as `max_num_batched_tokens`, which
-        would take minutes on a slow device without measuring more: the vocoder's own passes limit the memory."""
+        """Run every kernel once, on `WARM_UP_FRAMES` frames; return empty outputs.
+
+        The runner's dummy batch of `max_num_batched_tokens` would take minutes on a slow device. It would not need more
+        memory: the vocoder limits the frames of a pass.
+        """
         codes = torch.zeros(WARM_UP_FRAMES, self.vocoder.groups, dtype=torch.int64)
         (wave,) = self.vocoder.decode([codes], [self.vocoder.new_state()], [True])
         return [wave.new_empty(0) for _ in range(requests)]
 
 
 class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
-    """The pooling model vLLM runs for the code2wav stage; its configuration is the checkpoint's `code2wav_config`."""
+    """The pooling model that vLLM runs for the code2wav stage; its config is the checkpoint's `code2wav_config`."""
 
     is_pooling_model = True
 
@@ -116,7 +119,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
         self._streams: int = vllm_config.scheduler_config.max_num_seqs
 
     def warm_up(self) -> None:
-        """Last step of the start-up: build kernels and graphs that the first request would otherwise wait for."""
+        """Compile kernels and record graphs at the end of the start-up, so that the first request does not wait."""
         vocoder = self.pooler.vocoder
         recorder = recorder_for(vocoder.code_embedding.weight.device, eager=False)
         if recorder is not None:
@@ -130,13 +133,13 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Keep Model Runner V2 from treating a model without attention as a Mamba model."""
+        """Return vLLM's default model state; else Model Runner V2 would take a model without attention for Mamba."""
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         return DefaultModelState
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Part of vLLM's model interface; there is nothing to embed here."""
+        """Return zeros [tokens, 1]: vLLM's model interface has this method, but codes are not embedded here."""
         return self._nothing(input_ids.shape[0], input_ids.device)
 
     def forward(
@@ -147,7 +150,7 @@ class Qwen3OmniCode2Wav(nn.Module, IsAttentionFree):
         inputs_embeds: Tensor | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """Return one number per scheduled token, `[tokens, 1]`, which the runner slices; the pooler does the work."""
+        """Return zeros `[tokens, 1]`, which the runner divides among the requests; the pooler decodes the frames."""
         return self._nothing(positions.shape[-1], positions.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -1,8 +1,9 @@
-"""The code predictor's steps: one position after the other, in memory that is allocated once.
+"""Computes the code predictor's steps, one position after the other, in memory that is allocated once.
 
-The tensors are tiny, so the number of calls determines the cost of a frame. Hence merged weights, vLLM's fused kernels,
-results written in place, views made in advance, and no mask: position p only attends to positions 0 to p. No step reads
-a value on the host, and no shape depends on a value, so that a whole frame can be captured in a CUDA graph.
+The tensors are tiny, so the number of calls determines the cost of a frame. For fewer calls, weights are merged, vLLM's
+fused kernels are used, results are written in place, views are created in advance, and attention has no mask: position
+p attends to positions 0 to p. No step reads a value on the host, and no shape depends on a value, so that a whole frame
+can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from vllm import _custom_ops as kernels
 
-KERNEL_WIDTH = 16  # vLLM's CPU kernels process this many values at once and refuse, or overrun, other sizes
+KERNEL_WIDTH = 16  # vLLM's CPU kernels process this many values at once; they reject or overrun other sizes
 FIRST_ROWS = 16  # initial capacity in requests; grows on demand
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer; matrices are [in, out].
+    """Weights of one layer; matrices are [in, out].
 
     Attributes:
-        qkv: queries, keys and values, concatenated.
+        qkv: projections to queries, keys and values, concatenated.
         head_scale: weight of the norm of each query head, then of each key head, [heads + kv heads, head_dim].
         gate_up: gate and up projection, concatenated.
     """
@@ -42,12 +43,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights; step s predicts code s + 1.
+    """All weights of the code predictor; step s predicts code s + 1 of a frame.
 
     Attributes:
-        heads: one [hidden, codes] per step.
-        embeddings: [steps, codes, hidden].
-        rope: cosines, then sines, [positions, head_dim].
+        heads: output projections, one [hidden, codes] per step.
+        embeddings: code embeddings, [steps, codes, hidden].
+        rope: rotary cosines, then sines, [positions, head_dim].
     """
 
     layers: Sequence[Layer]
@@ -61,7 +62,7 @@ class Weights:
 
 
 class CodeLoop:
-    """Computes frames; `run` accepts any batch size."""
+    """Computes the codes of frames after the first code; `run` accepts any batch size."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -73,7 +74,7 @@ class CodeLoop:
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the dtype and on the device of all activations."""
+        """A tensor with the dtype and the device of all activations."""
         return self._weights.norm
 
     def embedded(self, codes: Tensor) -> Tensor:
@@ -88,11 +89,11 @@ class CodeLoop:
         return memory
 
     def run(self, hidden: Tensor, first: Tensor, choose: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        """Compute one frame per row; return its codes int64 [batch] for each step.
+        """Compute one frame per row; return the codes of each step, int64 [batch].
 
         Args:
-            hidden: input of position 0, [batch, hidden].
-            first: input of position 1, [batch, hidden].
+            hidden: the talker's hidden states, input of position 0, [batch, hidden].
+            first: embeddings of the first codes, input of position 1, [batch, hidden].
             choose: returns codes [batch] for logits [batch, codes] and the step.
         """
         w, batch = self._weights, hidden.shape[0]
@@ -111,10 +112,10 @@ class CodeLoop:
 
 
 class _Store:
-    """Activations, keys and values of up to `rows` rows, shared by all batch sizes.
+    """Allocated memory for activations, keys and values of up to `rows` rows, shared by all batch sizes.
 
-    The projections and normed heads of every position have their own memory, and the attention reads keys and values
-    there: nothing is copied into a cache.
+    The projections and normed heads of every position have their own memory. The attention reads keys and values there,
+    so that they are not copied into a cache.
     """
 
     def __init__(self, weights: Weights, rows: int) -> None:
@@ -135,16 +136,16 @@ class _Store:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One layer's memory at one position, for `batch` rows.
+    """Views of one layer's memory at one position, for `batch` rows.
 
     Attributes:
         qkv: output of the projection, [batch, width].
-        by_head: the same memory, [batch, heads + 2 * kv heads, head_dim].
-        normed: the same, after the norm.
-        scaled: its queries and keys, which have a scale.
-        q, k: its rotated parts, [batch, heads * head_dim].
-        query: [batch, kv heads, heads / kv heads, head_dim].
-        keys, values: those of this position and all before it, [batch, kv heads, position + 1, head_dim].
+        by_head: the memory of `qkv` as [batch, heads + 2 * kv heads, head_dim].
+        normed: the heads after the norm, in the shape of `by_head`.
+        scaled: queries and keys in `normed`, which are multiplied by `Layer.head_scale`.
+        q, k: queries and keys in `normed`, which are rotated, [batch, heads * head_dim].
+        query: `q` as [batch, kv heads, heads / kv heads, head_dim].
+        keys, values: keys and values of positions 0 to `position`, [batch, kv heads, position + 1, head_dim].
     """
 
     qkv: Tensor
@@ -159,7 +160,7 @@ class _Place:
 
     @classmethod
     def of(cls, weights: Weights, projected: Tensor, normed: Tensor, position: int) -> _Place:
-        """Return the weights and buffers of one position; `projected` and `normed` are [positions, batch, width]."""
+        """Return the views of one layer at one position; `projected` and `normed` are [positions, batch, width]."""
         normed_heads, head_dim = weights.layers[0].head_scale.shape
         kv_heads, heads = weights.kv_heads, normed_heads - weights.kv_heads
         qkv, flat, batch = projected[position], normed[position], projected.shape[1]
@@ -180,9 +181,9 @@ class _Place:
 
 
 class _Memory:
-    """The first rows of a store, as views for one batch size.
+    """Views of the first rows of a `_Store`, for one batch size.
 
-    `stream` is the residual stream; `x` is the output of the last projection, and after `advance` the normed output.
+    `stream` is the residual stream. `x` is the output of the last projection; after `advance` it is the normed output.
     """
 
     def __init__(self, weights: Weights, store: _Store, batch: int) -> None:
@@ -195,7 +196,7 @@ class _Memory:
         self._positions = [positions[:batch] for positions in store.positions]
 
     def advance(self, position: int) -> None:
-        """Run all layers at `position`; `stream` holds the input."""
+        """Run all layers at `position`, with the input in `stream`; the output is in `x`."""
         w, x, stream = self._weights, self.x, self.stream
         for index, (layer, place) in enumerate(zip(w.layers, self._places[position], strict=True)):
             if index == 0:

@@ -1,7 +1,7 @@
-"""Code predictor of the talker: the residual codes of one frame from the talker's hidden state and its first code.
+"""Code predictor of the talker: predicts a frame's residual codes from the talker's hidden state and first code.
 
-A small autoregressive transformer that runs `num_code_groups - 1` steps for every frame. This module has its weights,
-under the checkpoint's names, and the sampling of codes; `code_loop.py` has the steps.
+It is a small autoregressive transformer that runs `num_code_groups - 1` steps for every frame. This module contains its
+weights, under the checkpoint's names, and the sampling of codes; `code_loop.py` contains the steps.
 Source: `Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration` in Transformers.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from vllm_omni_ext.model_plugins.qwen3_omni.code_loop import KERNEL_WIDTH, CodeLoop, Layer, Weights
 
-TOP_K = 50  # Transformers samples the residual codes with these two, independent of the talker's parameters
+TOP_K = 50  # Transformers samples the residual codes with TOP_K and TOP_P, independent of the talker's parameters
 TOP_P = 0.8
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The sampling of one request's residual codes.
+    """Sampling parameters of one request's residual codes.
 
     Attributes:
-        greedy: take the most likely code; else sample with top_k 50 and top_p 0.8.
+        greedy: choose the most likely code; else sample with top_k 50 and top_p 0.8.
         generator: source of randomness; None uses torch's default.
     """
 
@@ -34,10 +34,11 @@ class Draw:
     generator: torch.Generator | None = None
 
     def skip(self, frames: int, steps: int) -> None:
-        """Draw the numbers of frames that another replica has generated, as `draw_noise` does.
+        """Advance the generator by the random numbers of frames that another replica has generated.
 
         Args:
-            steps: codes of a frame that are drawn.
+            frames: number of these frames.
+            steps: number of residual codes in a frame.
         """
         if self.generator is not None and not self.greedy:
             noise = torch.empty(steps, device=self.generator.device)
@@ -80,7 +81,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = _Norm(config.hidden_size)
 
     def merged(self, config: Any) -> Layer:
-        """Return the layer for the loop; the parameters become views of the merged tensors."""
+        """Return the layer's weights for `CodeLoop`; the parameters become views of the merged tensors."""
         attention, mlp = self.self_attn, self.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         head_scale = (
@@ -101,7 +102,7 @@ class _Layer(nn.Module):
 
 
 def merge(parts: Sequence[nn.Parameter]) -> Tensor:
-    """Merge all parts into one tensor; the parameters become views of it, so that no weight exists twice."""
+    """Concatenate parameters into one tensor; the parameters become views of it, so that no weight exists twice."""
     merged = torch.cat([part.data for part in parts])
     for part, piece in zip(parts, merged.split([len(part) for part in parts]), strict=True):
         part.data = piece
@@ -140,7 +141,7 @@ class CodePredictor(nn.Module):
 
     @property
     def loop(self) -> CodeLoop:
-        """The loop, created on first use, when the weights are loaded and will not move."""
+        """The `CodeLoop`, created on first use, when the weights are loaded and on their device."""
         if self._loop is None:
             c, like = self.config, self.model.norm.weight
             theta = float(c.rope_parameters["rope_theta"])
@@ -161,15 +162,15 @@ class CodePredictor(nn.Module):
         return self._loop
 
     def frame_rows(self, codes: Tensor) -> Tensor:
-        """Sum the embeddings of each frame's residual codes [frames, num_code_groups - 1]: [frames, hidden]."""
+        """Return the sum of embeddings [frames, hidden] of each frame's codes [frames, num_code_groups - 1]."""
         return self.loop.embedded(codes)
 
 
 def draw_noise(draws: Sequence[Draw], noise: Tensor) -> None:
-    """Draw the randomness of whole frames, [rows, steps] float32 uniform in [0, 1), into the first rows of `noise`.
+    """Fill the first rows of `noise` with the random numbers of frames: [rows, steps] float32 uniform in [0, 1).
 
-    A row with a generator draws from that generator, so its numbers do not depend on the other rows; all other rows are
-    drawn in one call.
+    A row with a generator uses its generator, so that its numbers do not depend on other rows. All other rows are drawn
+    in one call.
     """
     if any(draw.generator is None and not draw.greedy for draw in draws):
         noise[: len(draws)].uniform_()
@@ -180,13 +181,13 @@ def draw_noise(draws: Sequence[Draw], noise: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The sampling of a batch: tensors that are fixed before the first code.
+    """Samples the codes of a batch, with tensors that are set before the first code.
 
     Attributes:
         noise: uniform in [0, 1), [batch, steps]; None: every row is greedy.
         greedy: mask of the greedy rows, [batch]; None: no row is greedy.
         nucleus: `TOP_P` for each row, [batch, 1].
-        recorded: a graph will repeat the operators, so all of them must be torch's.
+        recorded: the operators are recorded in a graph, so all of them must be torch's.
     """
 
     noise: Tensor | None

@@ -1,8 +1,8 @@
-"""The talker's layers on a CPU without compilation: vLLM's weights and kernels, with fewer calls around them.
+"""Runs the talker's layers on a CPU without compilation: with vLLM's weights and kernels, but fewer operators.
 
 vLLM expects its Python layers to be compiled. Without compilation, a step of a small model spends most of its time in
 these layers: norms and rotary embeddings of several operations each, positions computed again in every layer, and a
-mixture of experts that passes through a dozen functions. Attention and its cache are vLLM's own layer here too.
+mixture of experts that passes through a dozen functions. Attention and KV cache are vLLM's own layer.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EagerLayers:
 
 
 class _Rope:
-    """Cosines and sines of a step's positions, computed once for all layers."""
+    """Computes the cosines and sines of a step's positions, once for all layers."""
 
     def __init__(self, embedding: Any) -> None:
         self._cache, self.neox = embedding.cos_sin_cache, embedding.is_neox_style
@@ -109,7 +109,7 @@ class _Rope:
         self._height, self._width = (row.repeat(2) for row in rows)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return cosines, then sines [tokens, head_dim]."""
+        """Return the cosines, then the sines, of rotary embeddings [tokens, head_dim] at `positions`."""
         found = self._cache[positions]
         if positions.dim() == 1:
             return found
@@ -162,7 +162,7 @@ class _Experts:
 
 
 class _Linear:
-    """A linear layer without its module, on the weight that vLLM has packed for its kernel."""
+    """Calls the kernel of a linear layer directly, with the weight that vLLM has packed for it."""
 
     def __init__(self, layer: Any) -> None:
         self._call, self._weight, self._bias = layer.cpu_linear, layer.weight, layer.bias

@@ -1,9 +1,9 @@
-"""Lengths, and memory on a CUDA device, of the stages of a Qwen3-Omni checkpoint.
+"""Context lengths, and memory on a CUDA device, of the stages of a Qwen3-Omni checkpoint, for the planner.
 
 Activations are the tensors that are alive at the same time in the largest layer, counted by hand from vLLM's and this
 package's code. The counts of the vision encoder and of the vocoder were compared with the live tensors of a run on a
-CPU, the sums with the processes of a run on one H200 (docs/gpu.md), from which `ENCODER_PIECES` and
-`CONVOLUTION_BYTES` are taken.
+CPU. The sums were compared with the processes of a run on one H200 (docs/gpu.md); `ENCODER_PIECES` and
+`CONVOLUTION_BYTES` come from that run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
 QUANTIZED = r"thinker\.model\..*\.(mlp\.experts|self_attn\.._proj)\."
-"""Tensors of the thinker that a quantized checkpoint has in the format of its config."""
+"""Names of the thinker's tensors that are quantized in a quantized checkpoint, in the format of its config."""
 
 WEIGHTS = {
     "thinker": (
@@ -33,7 +33,7 @@ WEIGHTS = {
     ),
     "code2wav": (WeightPart(names=r"code2wav\.", split=False),),
 }
-"""The weights of each stage."""
+"""Tensors of each stage by name; each tensor belongs to the first entry that matches."""
 
 LARGEST_IMAGE_PIXELS = 12_845_056
 """`max_pixels` of the released `preprocessor_config.json`."""
@@ -49,8 +49,8 @@ WAVES_ALIVE = 6
 remainder is for the workspaces of cuDNN's convolutions."""
 
 FRAME_STATE = 4
-"""Memory of a frame in progress, relative to the keys and values of the code predictor alone (`frames.py`): these
-twice, logits, draws and the activations of a position. 1.3 MB for the released shape in bfloat16."""
+"""Memory of a frame during its computation, as a multiple of the code predictor's keys and values (`frames.py`): these
+twice, logits, random numbers and the activations of a position. 1.3 MB for the released shape in bfloat16."""
 
 GRAPH_NODE_BYTES = 32 << 10
 """Memory of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
@@ -65,26 +65,26 @@ RECORDED_FRAMES = 128
 """Frames of the vocoder's largest recorded pass (`vocoder_graphs.MOST_FRAMES`), whose memory belongs to its graph."""
 
 STATE_OVERHEAD = 1.25
-"""A stream's state of all vocoder layers, relative to the keys and values of its transformer alone."""
+"""State of a stream in all vocoder layers, as a multiple of the keys and values of the vocoder's transformer."""
 
 ENCODER_PIECES = 1.12
-"""Memory of the vision encoder's pass, relative to its live tensors: pieces that PyTorch's allocator cannot use again.
-The thinker's process had 1.25 GiB more than counted after videos of 46,000 tokens."""
+"""Memory of the vision encoder's pass, as a multiple of its live tensors: PyTorch's allocator cannot reuse some pieces.
+The thinker's process used 1.25 GiB more than counted after videos of 46,000 tokens."""
 
 CONVOLUTION_BYTES = 860 << 20
-"""Kernels and workspaces of cuDNN in code2wav's process, which had that much more than counted."""
+"""Memory of cuDNN's kernels and workspaces in code2wav's process, which used this much more than counted."""
 
 
 def facts(
     hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
 ) -> dict[str, StageFacts]:
-    """Return the facts of each stage.
+    """Return the facts that the planner needs of each stage: weight sizes, context length, activations, caches.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
         params: default parameters by stage; the talker's `max_tokens` is the largest number of frames of a reply.
-        stored: all tensors of the checkpoint; None: its files are not on this machine, and its weights are those of
-            the model that the config describes.
+        stored: all tensors of the checkpoint; None: its files are not on this machine, and the weights are computed
+            from the config.
 
     Raises:
         ConfigError: the checkpoint has only the thinker.
@@ -131,7 +131,7 @@ def _described(hf_config: Any) -> StoredTensors:
 
 
 def quantized_width(quantization: Any) -> float | None:
-    """Return the bytes of a quantized weight by the checkpoint's config; None: not quantized, or unknown."""
+    """Return the bytes of a quantized weight according to the checkpoint's config; None if not quantized or unknown."""
     if quantization is None:
         return None
     fields: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else vars(quantization)
@@ -158,10 +158,10 @@ def _code2wav(config: Any, weights: tuple[WeightPart, ...], longest: int) -> Sta
 
 
 def _decoder(text: Any) -> dict[str, Any]:
-    """Return the facts of a decoder: its caches, and the activations of a mixture-of-experts layer for one token.
+    """Return `StageFacts` fields of a decoder: its KV cache, and the activations of an MoE layer for one token.
 
-    Every device holds the hidden state, the residual, their normed copies, the embeddings of the step and the output
-    of each chosen expert; tensor parallelism divides queries, keys, values, the attention's output and the experts'
+    Every device stores the hidden state, the residual, their normed copies, the embeddings of the step and the output
+    of each chosen expert. Tensor parallelism divides queries, keys, values, the attention's output and the experts'
     inner activations.
     """
     heads, experts = text.num_attention_heads + text.num_key_value_heads, text.num_experts_per_tok
@@ -180,9 +180,9 @@ def _decoder(text: Any) -> dict[str, Any]:
 def _encoder(vision: Any) -> EncoderMemory:
     """Return the activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
 
-    The peak is in attention. Every device holds each patch's pixels (float32 and again in 16 bits), its rotary cosines
-    and sines, hidden state, normed copy, and the hidden states kept for `deepstack`; tensor parallelism divides
-    queries, keys and values together, queries and keys in one piece and again rotated, and the result in two layouts.
+    The peak is in attention. Every device stores each patch's pixels (in float32 and in 16 bits), its rotary cosines
+    and sines, hidden state, normed copy, and the hidden states kept for `deepstack`. Tensor parallelism divides the
+    merged queries, keys and values, the queries and keys before and after rotation, and the result in two layouts.
     """
     patches = vision.spatial_merge_size**2
     pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -1,4 +1,4 @@
-"""Qwen3-Omni: thinker (text) -> talker (codec frames) -> code2wav (sound). Pure data."""
+"""Describes Qwen3-Omni's stages: thinker (text) -> talker (codec frames) -> code2wav (sound). Pure data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from vllm_omni_ext.plugins.spec import API_VERSION, EdgeSpec, ModelFamily, Pipel
 _HERE = "vllm_omni_ext.model_plugins.qwen3_omni"
 
 _STEP_TOKENS = 8192
-"""Tokens of a step on a CUDA machine: vLLM's own default for a server on an H100, fixed here so that the planner can
-compute the size of a step's activations on every device."""
+"""Most tokens of a step on a CUDA machine: vLLM's own default for a server on an H100. It is fixed here, so that the
+planner can compute the size of a step's activations on every device."""
 
 THINKER = StageSpec(
     name="thinker",

@@ -25,17 +25,19 @@ from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 THINKER, TALKER = "thinker", "talker"
 MOST_RECOMPUTATIONS = 3
-"""Limit for repeated prefills in the thinker after the talker could not get its hidden states."""
+"""Limit of repeated prefills in the thinker for a request whose hidden states the talker could not read."""
 
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechPlan:
-    """Facts that are fixed when the request is opened.
+    """Values of a spoken request that are fixed when it is opened.
 
     Attributes:
         prompt: the thinker's prompt ids.
+        parts: user and assistant segments of the prompt.
+        voice: name of the speaker, a key of `ids.speakers`.
         positions: int32 M-RoPE positions [3, talker prompt length] of a multimodal prompt, else None.
     """
 
@@ -48,11 +50,11 @@ class SpeechPlan:
 
 
 class ReadAloudFlow:
-    """Implements `plugins.flow.Flow` for a given text: talker frames -> sound.
+    """Implements `plugins.flow.Flow` for a text that is read out: talker frames -> sound.
 
     Args:
         reply: ids of the text; at least one.
-        frames: number of frames per part for code2wav.
+        frames: number of frames in each part that code2wav receives.
     """
 
     stages = frozenset({TALKER, CODE2WAV})
@@ -80,7 +82,7 @@ class ReadAloudFlow:
         return self._on_talker(event) if event.stage == TALKER else self._on_code2wav(event)
 
     def replay(self, stage: str) -> list[Action]:
-        """Return the actions that open the request again in a stage that lost it, with all frames made so far."""
+        """Return the actions that open the request again in a stage that lost it, with all frames generated so far."""
         return [self._open_talker() if stage == TALKER else self._voice.again()]
 
     def _without_hidden_states(self, reason: str) -> list[Action]:
@@ -155,12 +157,12 @@ class ReadAloudFlow:
 class SpeechFlow(ReadAloudFlow):
     """Implements `plugins.flow.Flow`: thinker tokens -> talker frames -> sound.
 
-    The talker is opened with the request and computes its prompt as far as that is known: text at once, multimodal
-    positions when their hidden states arrive, and the last position after the thinker's first token. If the text is
-    sent in one piece (`text: all`), the talker receives its prompt together with the text.
+    The talker is opened with the request and computes its prompt while it arrives: text at once, multimodal positions
+    when their hidden states arrive, and the last position after the thinker's first token. If the text is sent in one
+    piece (`text: all`), the talker receives its prompt together with the text.
 
     Args:
-        text: number of tokens per chunk for the talker.
+        text: number of tokens in each chunk that the talker receives.
         text_too: the answer includes the text.
     """
 
@@ -174,11 +176,11 @@ class SpeechFlow(ReadAloudFlow):
         self._text = ChunkWriter[int](text)
         self._recomputations = 0
         self._ahead = text.size(0) != ALL
-        # The start of an assistant turn that is part of the prompt is spoken too.
+        # If the prompt contains the start of the assistant turn, that text is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
 
     def begin(self) -> list[Action]:
-        """Forward the client's request, and open the talker with the known part of its prompt."""
+        """Forward the client's request, and open the talker with its prompt except the last position."""
         if not self._ahead:
             return [Forward(THINKER)]
         self._talk = self._new_talk()
@@ -194,7 +196,7 @@ class SpeechFlow(ReadAloudFlow):
             return self._more_hidden_states()
         tokens, self._begun = (*self._begun, *event.tokens), ()
         if event.finish is not None:
-            # The last token is never an input of the thinker, so it has no hidden state: the end mark replaces it.
+            # The last token is never an input of the thinker, so it has no hidden state. The end mark replaces it.
             tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
         chunk = self._text.write(tokens, last=event.finish is not None)
         return [*self._more_hidden_states(), *([] if chunk is None else self._speak(chunk))]
@@ -224,7 +226,7 @@ class SpeechFlow(ReadAloudFlow):
         return [Extend(stage=TALKER, last=talk.closed, hidden_states=ref)]
 
     def _without_hidden_states(self, reason: str) -> list[Action]:
-        """Handle a talker that ended because it could not get hidden states: restart it with another or a new copy."""
+        """Restart a talker that could not read its hidden states: with another copy, or after a new prefill."""
         assert self._talk is not None and self._talk.hidden is not None
         self._hidden.lose(self._talk.hidden)
         if self._hidden.complete:
@@ -242,7 +244,7 @@ def _extend(*, text: tuple[int, ...] = (), track: tuple[int, ...], last: bool) -
 
 @dataclass
 class TalkerInput:
-    """The talker's input so far: its prompt, the text track, and hidden states."""
+    """Input that was sent to the talker: ids of its prompt, the text track, and the location of hidden states."""
 
     text: list[int]
     codec: list[int]
@@ -252,11 +254,11 @@ class TalkerInput:
 
     @property
     def begun(self) -> bool:
-        """Whether the prompt has its last position, the first spoken text token."""
+        """Whether the prompt is complete: its last position is the first spoken text token."""
         return len(self.text) == len(self.codec)
 
     def begin(self, items: Sequence[int], *, last: bool) -> None:
-        """Add the first spoken tokens."""
+        """Complete the prompt with the first spoken token, and add the other `items` to the text track."""
         self.text += items[:1]
         self.take(items[1:], last)
 
@@ -266,7 +268,10 @@ class TalkerInput:
 
 
 class HiddenStates:
-    """Locations of exported hidden states. After a failover, the new thinker replica exports a second copy."""
+    """Stores the locations of a request's exported hidden states.
+
+    After a failover there can be several: the new thinker replica exports a second copy.
+    """
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
@@ -275,7 +280,7 @@ class HiddenStates:
 
     @property
     def ref(self) -> HiddenStatesRef | None:
-        """The location with the most hidden states, the latest of equal ones; None if there is none."""
+        """The location with the most hidden states, the latest among locations with equal numbers; None without one."""
         return max(reversed(self._places.values()), key=lambda ref: ref.count, default=None)
 
     @property
@@ -287,7 +292,7 @@ class HiddenStates:
         return self.count >= self.expected
 
     def add(self, ready: HiddenStatesChunkReady) -> None:
-        """Add hidden states at a location. ValueError: there is a gap before them, or their export failed."""
+        """Add hidden states at a location; ValueError if earlier hidden states are missing or the export has failed."""
         if ready.failed:
             raise ValueError(f"the thinker could not hand its hidden states over: {ready.failed}")
         place = ready.source, ready.name
@@ -299,7 +304,7 @@ class HiddenStates:
         self._places[place] = HiddenStatesRef(source=ready.source, name=ready.name, count=known + ready.count)
 
     def lose(self, ref: HiddenStatesRef) -> None:
-        """Drop a location whose hidden states cannot be fetched."""
+        """Remove a location whose hidden states cannot be read."""
         place = ref.source, ref.name
         self._lost.add(place)
         self._places.pop(place, None)

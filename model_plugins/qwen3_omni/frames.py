@@ -1,9 +1,9 @@
-"""Completes the talker's frames after sampling: one function from hidden states and first codes to whole frames.
+"""Completes the talker's frames after sampling: one function computes whole frames from hidden states and first codes.
 
-The function works in buffers that are allocated once, for the largest number of requests that run at once. With a
-recorder, it is recorded for each bucket of requests when the engine starts. A frame then costs a handful of launches:
-copies of the row numbers, hidden states and noise to the device, the graph, and the copy of the frames back. Without a
-recorder, the same function is called with the actual number of rows.
+The function works in buffers that are allocated once, for the largest number of running requests. With a recorder, it
+is recorded for each bucket (batch size) when the engine starts. A frame then takes few launches: copies of the row
+numbers, hidden states and noise to the device, the graph, and the copy of the frames back. Without a recorder, the same
+function is called with the actual number of rows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NUMBERS = 3
 
 
 class FrameMaker:
-    """Completes frames.
+    """Completes frames of the talker with the code predictor.
 
     Args:
-        codec_table: embeddings of the first codes, [codes, hidden], whole on every rank.
+        codec_table: embeddings of the first codes, [codes, hidden], complete on every rank.
         rows: largest number of requests per call.
         recorder: records graphs in `warm_up`; None: the function is called without graphs.
     """
@@ -52,17 +52,17 @@ class FrameMaker:
 
     @property
     def recorded(self) -> list[int]:
-        """Numbers of rows for which there is a graph, largest first."""
+        """Batch sizes for which there is a graph, largest first."""
         return list(self._replays)
 
     @torch.inference_mode()
     def try_out(self) -> None:
-        """Make one frame of the largest number of rows, which allocates all memory of the function."""
+        """Compute dummy frames in the largest batch, which allocates all memory of the function."""
         self._frame(self._sizes[0], self._choice(self._sizes[0], greedy=True, sampling=True, recorded=True))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record every bucket, the largest first; without a recorder, make one frame. No random number is drawn."""
+        """Record a graph for every bucket; without a recorder, compute one frame. No random number is drawn."""
         if self._recorder is None:
             self._frame(1, self._choice(1, greedy=False, sampling=True))
             return
@@ -78,13 +78,13 @@ class FrameMaker:
 
     @torch.inference_mode()
     def make(self, hidden: Tensor, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """Return frames int32 [n, groups] on the host, one for each of the n >= 1 live rows.
+        """Return frames int32 [n, groups] on the host, one for each of the n >= 1 rows in `live`.
 
         Args:
             hidden: hidden states from which the first codes were sampled, [requests, hidden].
-            live: indices of the rows that have a frame.
-            first: their first codes.
-            draws: the sampling of their other codes.
+            live: indices of the rows of `hidden` that have a frame.
+            first: first codes of these rows.
+            draws: sampling parameters of their other codes.
         """
         count = len(live)
         if count > self._sizes[0]:
@@ -103,22 +103,22 @@ class FrameMaker:
         return self._frames[:count].cpu().to(torch.int32)
 
     def _send(self, rows: int, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> None:
-        """Copy the numbers of `rows` rows to the device; rows that are not live are row 0 with code 0."""
+        """Copy the `NUMBERS` of `rows` rows to the device; rows beyond the live rows are row 0 with code 0."""
         count, numbers = len(live), self._written[: NUMBERS * rows].reshape(NUMBERS, rows)
         numbers[:, :count] = np.array((live, first, [draw.greedy for draw in draws]))
         numbers[:, count:] = 0
-        if self._numbers is not self._host:  # the last frame has been awaited: no copy reads the host memory any more
+        if self._numbers is not self._host:  # `make` has waited for the last frame: no copy reads the host memory
             self._numbers[: NUMBERS * rows].copy_(self._host[: NUMBERS * rows], non_blocking=True)
 
     def _choice(self, rows: int, *, greedy: bool, sampling: bool, recorded: bool = False) -> Choice:
-        """Return the sampling of `rows` rows; `greedy` and `sampling`: some rows may be greedy, some may not."""
+        """Return the sampling of `rows` rows; `greedy`: some rows may be greedy, `sampling`: some may not be greedy."""
         if not sampling:
             return Choice(None, None, None)
         mask = self._numbers[2 * rows : 3 * rows].bool() if greedy else None
         return Choice(self._noise[:rows], mask, self._nucleus[:rows], recorded)
 
     def _frame(self, rows: int, choice: Choice) -> None:
-        """The function: reads the inputs that `make` wrote, writes `_frames`."""
+        """Compute frames from the buffers that `make` has filled, into `_frames`; a graph records this function."""
         first = self._numbers[rows : 2 * rows]
         torch.index_select(self._table, 0, first, out=self._spoken[:rows])
         codes = self._predictor.loop.run(self._hidden[:rows], self._spoken[:rows], choice.choose)

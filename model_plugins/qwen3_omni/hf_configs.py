@@ -11,16 +11,16 @@ from transformers import PretrainedConfig
 from vllm_omni_ext.errors import ConfigError
 
 CODE2WAV_POSITION_LIMIT = 1 << 24
-"""Upper bound for `max_model_len` of the vocoder stage, in codes. The network itself has no limit (its attention window
-slides); the bound only keeps vLLM from refusing the launcher's `max_model_len`."""
+"""Upper bound for `max_model_len` of the vocoder stage, in codes. The network has no limit, since its attention window
+slides. vLLM requires a bound that is not below the configured `max_model_len`."""
 
 
 def talker(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `talker_config` with the facts about the thinker that the talker needs.
+    """Return `talker_config` with added fields of the whole config that the talker needs.
 
-    Added: `thinker_vocab_size` (rows of the thinker's embedding table) and the ids of the text-to-speech marks
-    `tts_bos_token_id`, `tts_eos_token_id`, `tts_pad_token_id`; M-RoPE sections are interleaved.
-    vLLM takes the sizes from the nested `text_config`.
+    These are `thinker_vocab_size` (rows of the thinker's embedding table) and the ids of the text-to-speech marks
+    `tts_bos_token_id`, `tts_eos_token_id` and `tts_pad_token_id`. M-RoPE sections are set to interleaved. vLLM reads
+    the sizes from the nested `text_config`.
     """
     part = _part(config, "talker_config")
     if part is None:
@@ -37,7 +37,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def code2wav(config: PretrainedConfig) -> PretrainedConfig:
-    """Return `code2wav_config` with the fields that vLLM expects of any model: codes are its tokens."""
+    """Return `code2wav_config` with the fields that vLLM requires of any model; codes are its tokens."""
     part = _part(config, "code2wav_config")
     if part is None:
         return config

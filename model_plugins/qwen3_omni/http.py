@@ -1,4 +1,4 @@
-"""Qwen3-Omni over HTTP: chat, `/v1/audio/speech` and `/v1/realtime`."""
+"""HTTP interface of Qwen3-Omni: chat, `/v1/audio/speech` and `/v1/realtime`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm_omni_ext.plugins.http import REALTIME, SPEECH, HttpSurface, OmniServer
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 
 OPENING = "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
-"""The talker was trained on conversations: an empty user turn keeps their form without adding words."""
+"""Prompt of a text that is read out: an empty user turn, since the talker was trained on conversations."""
 
 CHARACTERS = 4096
-"""A longer text is tokenized in pieces of this many characters, until it is certainly too long."""
+"""A longer text is tokenized in pieces of this many characters, until its length certainly exceeds the limit."""
 
 CERTAIN = 2
-"""Tokenization stops when the pieces together have more than this many times the limit in tokens. Tokens that would
-cross the borders between pieces cannot make up for that."""
+"""Tokenization of pieces stops when they have more than this factor times the limit in tokens. Tokens across the
+borders of pieces could not reduce the number below the limit."""
 
 ONLY_SPEED = 1.0
 ANY_LANGUAGE = "auto"
@@ -28,27 +28,27 @@ REFUSED = {
     "ref_audio": "the voices are the checkpoint's own; see /v1/audio/voices",
     "ref_text": "the voices are the checkpoint's own; see /v1/audio/voices",
 }
-"""Fields of other servers that would change the sound, and the reasons why they are refused."""
+"""Request fields of other servers that would change the sound, and the reason why each is rejected."""
 
 
 class Qwen3OmniHttp(HttpSurface):
-    """Chat, speech and realtime sessions."""
+    """Serves speech requests and realtime sessions in addition to chat."""
 
     apis = (SPEECH, REALTIME)
     speech_stage = TALKER
 
     async def speech(self, body: Any, options: RequestOptions, server: OmniServer) -> Rendered:
-        """Turn a text into a request to read it out.
+        """Return the request that reads the body's text out.
 
         Raises:
-            RequestError: the text is empty, or the body contains a value that the talker cannot follow.
+            RequestError: the text is empty or too long, or the body has a field that the talker does not support.
         """
         refuse_others(body)
         return await rendered(body.input, server)
 
 
 def refuse_others(body: Any) -> None:
-    """Refuse fields that would change the sound; RequestError contains the field's name."""
+    """Reject unsupported fields that would change the sound, with a RequestError that contains the field's name."""
     for name, why in REFUSED.items():
         if getattr(body, name):
             raise RequestError(f"{name}: is not available: {why}", parameter=name)
@@ -67,7 +67,7 @@ def refuse_others(body: Any) -> None:
 
 
 async def rendered(text: str, server: OmniServer) -> Rendered:
-    """Return a request to read a text out word for word. Marks of the chat format in it are plain characters.
+    """Return the request that reads a text out word for word. Chat-format marks in the text are plain characters.
 
     Raises:
         RequestError: the text is empty or too long.
@@ -85,7 +85,7 @@ async def rendered(text: str, server: OmniServer) -> Rendered:
 
 
 async def _refuse_long(text: str, server: OmniServer) -> None:
-    """Refuse a text that is certainly too long before all of it is tokenized; the plan refuses the others."""
+    """Reject a much too long text before all of it is tokenized; `Qwen3OmniRuntime.plan` rejects other long texts."""
     tokens, most = 0, server.capabilities.card[MOST_SPEECH_TOKENS]
     for start in range(0, max(0, len(text) - CHARACTERS), CHARACTERS):
         tokens += len(await server.tokenize(text[start : start + CHARACTERS], special=False))

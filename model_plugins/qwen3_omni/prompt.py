@@ -1,8 +1,9 @@
-"""The talker's prompt and text track, from token ids alone, and the messages that carry them. Pure.
+"""Computes the talker's prompt from the thinker's token ids, and defines the messages with the talker's input. Pure.
 
 Source: Transformers' `Qwen3OmniMoeForConditionalGeneration.generate` (`_get_talker_user_parts`,
-`_get_talker_assistant_parts`). All user segments are kept, system and earlier assistant segments dropped; the last
-assistant header opens the spoken part: three header ids, four pads, the begin mark, then the first text token.
+`_get_talker_assistant_parts`). The talker's prompt contains all user segments, but no system or earlier assistant
+segments. After them come the last assistant header: three header ids, four pads, the begin mark, and the first text
+token.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialIds:
-    """Special ids from a checkpoint's config; the code has no such constants."""
+    """Special token ids, read from a checkpoint's config."""
 
     im_start: int
     user: int
@@ -80,7 +81,7 @@ class PromptSegments:
 
     @property
     def talker_spans(self) -> list[tuple[int, int]]:
-        """The same ranges as positions of the talker's prompt, which joins the user segments."""
+        """The ranges `multimodal` as positions of the talker's prompt, which joins the user segments."""
         found: list[tuple[int, int]] = []
         before = 0
         for start, stop in self.user:
@@ -91,7 +92,7 @@ class PromptSegments:
 
 
 def find_parts(prompt: Sequence[int], ids: SpecialIds) -> PromptSegments | None:
-    """Find the segments of a chat prompt; None if it does not end in an assistant turn."""
+    """Return the segments of a chat prompt; None if it does not end in an assistant turn."""
     starts = [p for p, token in enumerate(prompt) if token == ids.im_start]
     stops = [*starts, len(prompt)][1:]
     roles = [(a, b, prompt[a + 1] if a + 1 < len(prompt) else None) for a, b in zip(starts, stops, strict=True)]
@@ -120,9 +121,9 @@ def _runs(
 def talker_prompt(
     prompt: Sequence[int], parts: PromptSegments, voice: str, ids: SpecialIds
 ) -> tuple[list[int], list[int]]:
-    """Return text ids and codec ids of the talker's prompt positions (MULTIMODAL and NO_CODEC where there is none).
+    """Return the text ids and the codec ids of the talker's prompt (MULTIMODAL or NO_CODEC at positions without an id).
 
-    The text lacks its last id, the first spoken text token: all other ids are known before the thinker's first token.
+    The text ids lack the last one, the first spoken text token. All other ids follow from the thinker's prompt.
 
     Args:
         voice: a key of `ids.speakers`.
@@ -140,12 +141,12 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     """The message that opens a request in the talker.
 
     Attributes:
-        text: text ids of the known prompt positions (MULTIMODAL where the input is a hidden state).
-        codec: codec ids of all prompt positions (NO_CODEC where there is none).
-        fill: text id that is the input after the end of the track.
-        track: text ids that are added to the frames, one per step.
+        text: text ids of the prompt positions sent so far (MULTIMODAL where the input is a hidden state).
+        codec: codec ids of all prompt positions (NO_CODEC at positions without an id).
+        fill: text id of the steps after the end of the track.
+        track: text ids whose embeddings are added to those of the frames, one per step.
         positions: int32 M-RoPE positions [3, prompt length], row-major, of a multimodal prompt.
-        frames: frames that were made on another replica, each of `code groups` codes.
+        frames: frames that another replica has generated, one code per code group in each.
     """
 
     text: list[int]
@@ -157,7 +158,7 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class TalkerChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="chunk"):
-    """More input for an open request: `text` ids of the missing part of its prompt, then `track` ids."""
+    """The message with more input for an open request: `text` ids that its prompt lacks, then `track` ids."""
 
     text: tuple[int, ...] = ()
     track: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ PREFERRED_VOICE = "ethan"  # Transformers' default speaker
 TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segments
 
 MOST_SPEECH_TOKENS = "max_speech_tokens"
-"""Entry of the model's card: length in tokens of the longest text that can be read out."""
+"""Key of the model card: length in tokens of the longest text that can be read out."""
 
 
 VOICE = "voice"
@@ -36,16 +36,16 @@ OPENAI_VOICES = {
     **dict.fromkeys(("ash", "cedar", "echo", "onyx"), "ethan"),
     **dict.fromkeys(("ballad", "fable", "verse"), "aiden"),
 }
-"""OpenAI's names of voices, for clients that send only these: each stands for a speaker of the released checkpoint."""
+"""Speaker of the released checkpoint for each OpenAI voice name, for clients that send only OpenAI's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAloud:
-    """A text to read out, in `Rendered.data`.
+    """Request to read a text out, in `Rendered.data`.
 
     Attributes:
-        prompt: ids of a conversation that ends before the reply.
-        reply: ids of the text.
+        prompt: token ids of a conversation up to the assistant header.
+        reply: token ids of the text.
     """
 
     prompt: list[int]
@@ -58,11 +58,11 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     voice: str | None = Field(None, validation_alias=AliasChoices(VOICE, "speaker"))
-    """Name of the speaker; None takes the checkpoint's default."""
+    """Name of the speaker; None: the checkpoint's default speaker."""
 
 
 class Qwen3OmniRuntime:
-    """Plans requests of one checkpoint."""
+    """Checks the requests of one checkpoint, and creates their flows."""
 
     fields = Fields
 
@@ -82,13 +82,13 @@ class Qwen3OmniRuntime:
 
     @property
     def default_voice(self) -> str:
-        """The speaker of requests without one."""
+        """Name of the speaker for requests without a voice."""
         return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
 
     def speaker(self, voice: str | None) -> str | None:
-        """Return the speaker for a voice of a request: its own name, or one of `OPENAI_VOICES`; None: unknown.
+        """Return the speaker for a request's voice, a speaker's name or a key of `OPENAI_VOICES`; None if unknown.
 
-        It is the default one for no name, and for a name of OpenAI's whose speaker the checkpoint lacks.
+        The default speaker is returned for None, and for an OpenAI name whose speaker the checkpoint lacks.
         """
         name = self.default_voice if voice is None else voice.lower()
         if name in self.voices:
@@ -103,7 +103,7 @@ class Qwen3OmniRuntime:
         return self._limits[CODE2WAV] // int(self._config.talker_config.num_code_groups)
 
     def capabilities(self) -> Capabilities:
-        """Return the modalities: text, and sound unless the checkpoint has no talker."""
+        """Return the output modalities: text, and sound if the checkpoint has a talker."""
         text = frozenset({THINKER})
         if not self._speaks:
             return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text})
@@ -119,7 +119,7 @@ class Qwen3OmniRuntime:
         )
 
     def validate(self, options: RequestOptions) -> None:
-        """Raise RequestError if the checkpoint cannot meet the options."""
+        """Raise RequestError if the checkpoint does not support the options."""
         available = self.capabilities().modalities
         for modality in options.modalities:
             if modality not in available:
@@ -143,11 +143,12 @@ class Qwen3OmniRuntime:
             raise RequestError(f"{name}: {error}", parameter=name) from None
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
-        """Plan a request; text-only prompts export no hidden states.
+        """Return the flow and the limits of a request; text-only prompts export no hidden states.
 
         Raises:
             RequestError: the prompt does not end in an assistant turn, so there is nothing to speak; or the prompt
-                fills the talker's context; or the request allows more frames than code2wav can decode.
+                fills the talker's context; or the request's text or `max_tokens` exceed the frames that code2wav can
+                decode.
         """
         if AUDIO not in options.modalities:
             return Planned(flow=ForwardFlow(THINKER))
@@ -190,7 +191,7 @@ class Qwen3OmniRuntime:
         return SAMPLE_RATE_HZ / math.prod((*vocoder.upsampling_ratios, *vocoder.upsample_rates))
 
     def _budget(self, parts: PromptSegments, options: RequestOptions) -> int:
-        """Return the largest number of tokens that the talker may generate: limits are its context and code2wav."""
+        """Return the largest number of tokens that the talker may generate, by its context and code2wav's length."""
         most, groups = self.most_frames, self._config.talker_config.num_code_groups
         wanted = options.params.get(TALKER)
         if wanted is not None and wanted.max_tokens is not None and wanted.max_tokens > most:
@@ -221,11 +222,11 @@ class Qwen3OmniRuntime:
         return parts
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Return the tensor: frames of the talker, or sound of code2wav."""
+        """Return a stage's output tensor unchanged: frames of the talker, or sound of code2wav."""
         return tensor
 
     def _talker_positions(self, request: Rendered, parts: PromptSegments) -> bytes:
-        """Return M-RoPE positions over the talker's own prompt, which consists of the joined user segments."""
+        """Return the M-RoPE positions of the talker's prompt: the joined user segments, then the assistant header."""
         if self._positions is None:
             self._positions = _position_model(self._config)
         thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
@@ -233,7 +234,7 @@ class Qwen3OmniRuntime:
 
 
 def too_long(length: str, frames: int) -> RequestError:
-    """Return the error for a text that is too long."""
+    """Return the error for a text of this length, when at most `frames` frames can be decoded."""
     return RequestError(
         f"input: {length} are too many: every token takes a frame at least, and there is room for {frames}; "
         "send the text in several requests",
@@ -242,7 +243,7 @@ def too_long(length: str, frames: int) -> RequestError:
 
 
 def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:
-    """Return positions of the joined segments, then `tail` text positions; int32 [3, n], row-major."""
+    """Return the M-RoPE positions of the joined segments, then of `tail` text tokens; int32 [3, n], row-major."""
     pieces: list[np.ndarray] = []
     after = 0
     for start, stop in segments:
@@ -254,7 +255,7 @@ def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], ta
 
 
 def _position_model(config: Any) -> Any:
-    """Return vLLM's thinker class without layers: only its M-RoPE arithmetic is used, which reads only the config."""
+    """Return an instance of vLLM's thinker class without layers: only its M-RoPE arithmetic, on the config, is used."""
     from torch import nn
     from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 

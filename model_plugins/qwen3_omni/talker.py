@@ -22,7 +22,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvid
 
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
 EMBED = "thinker.model.embed_tokens.weight"
-PROJECT_ROWS = 8192  # rows of the text table projected at once, to limit the extra memory of loading
+PROJECT_ROWS = 8192  # rows of the text table that are projected in one piece, to limit the extra memory of loading
 
 RowSource = Callable[[Sequence[str] | None], Tensor]
 
@@ -40,7 +40,7 @@ class _Resize(nn.Module):
 
 
 class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
-    """Talker of Qwen3-Omni. The worker calls `begin_step` before and `end_step` after every step."""
+    """Talker of Qwen3-Omni, a `StreamingInputModel`: the worker calls `begin_step` and `end_step` around each step."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -98,14 +98,14 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     @property
     def input_provider(self) -> TalkerInputProvider:
-        """Inputs by request, created on first use (the device is only known after loading)."""
+        """The input provider of this model, created on first use: the device is set only after loading."""
         if self._input_provider is None:
             self._input_provider = TalkerInputProvider(self, device=self.text_table.device)
         return self._input_provider
 
     @property
     def frames(self) -> FrameMaker:
-        """Completes the frames of a step, for up to `max_num_seqs` requests; created on first use."""
+        """The `FrameMaker` for up to `max_num_seqs` requests, created on first use."""
         if self._frames is None:
             device = self.text_table.device
             recorder = recorder_for(device, eager=self._no_graphs)
@@ -115,7 +115,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         return self._frames
 
     def _codec_table(self) -> Tensor:
-        """Embeddings of all codes [codes, hidden]; with tensor parallelism a copy, since each rank has a part."""
+        """Return the embeddings of all codes [codes, hidden]; with tensor parallelism, they are gathered in a copy."""
         embed = self.language_model.model.embed_tokens
         if get_tensor_model_parallel_world_size() == 1:
             return embed.weight.data
@@ -155,13 +155,13 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         return self.hidden_projection(rows.to(self.text_table.dtype))
 
     def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return input embeddings for the V1 runner; outside a step (profiling), ids are embedded as codes."""
+        """Return input embeddings for the V1 runner; outside a step of `StreamingInput`, ids are embedded as codes."""
         if not self.in_step:
             return self.codec_rows(input_ids.clamp(max=self.config.text_config.vocab_size - 1))
         return self.input_rows(None)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """Return positions [3, n] and delta of the next request that the runner adds in this step."""
+        """Return M-RoPE positions [3, n] and delta of the next request that the runner adds in this step."""
         if not self._opened:
             return torch.arange(len(input_tokens)).expand(3, -1), 0
         return self.input_provider.positions(self._opened.pop(0), len(input_tokens))
@@ -177,12 +177,12 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         """Return hidden states [tokens, hidden] after the final norm."""
         if not self._eager or inputs_embeds is None:
             return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-        if self._layers is None:  # the kernels have packed the weights by now
+        if self._layers is None:  # now the kernels have packed the weights
             self._layers = eager_layers.EagerLayers(self.language_model.model)
         return self._layers(positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits [requests, codes] without the special codes; keep the hidden states for the code predictor."""
+        """Return logits [requests, codes], -inf for special codes except the end; keep the hidden states."""
         self.sampled_hidden = hidden_states
         logits = self.language_model.compute_logits(hidden_states)
         return None if logits is None else logits.masked_fill(self.blocked, float("-inf"))

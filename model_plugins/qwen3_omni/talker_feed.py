@@ -1,10 +1,10 @@
-"""Input embeddings of the talker from ids: text track, codec frames and projected multimodal hidden states.
+"""Computes the talker's input embeddings from text ids, codec frames and projected multimodal hidden states.
 
 Position p of a request is
     p < prompt length:  text(id_p) [+ codec(c_p)], or the projected hidden state of a multimodal position;
     p = prompt + t:     sum of the codec embeddings of frame t + text(track[t]),
 with text(id) = text_projection(thinker embedding of id), a row of a table that is computed at load. After the end of
-the track, the input is `fill` (tts_pad). Source: Transformers' `_get_talker_user_parts`,
+the track, the text id is `fill` (tts_pad). Source: Transformers' `_get_talker_user_parts`,
 `_get_talker_assistant_parts` and `prepare_inputs_for_generation` of Qwen3-Omni, where the same embeddings are computed
 from the hidden states of every token.
 """
@@ -61,8 +61,8 @@ class _Request:
 class TalkerInputProvider:
     """Implements `engine.input_provider.InputProvider` for the talker.
 
-    Frames are copied to the host as results of their steps anyway, so a request's whole history is kept on the host,
-    and a step copies the frames that it reads together with its text ids.
+    A step's frames are copied to the host as its result. All frames of a request are therefore stored on the host. A
+    step copies the frames that it reads to the device together with its text ids.
     """
 
     payloads = TalkerPayload
@@ -77,7 +77,7 @@ class TalkerInputProvider:
         return len(self._requests)
 
     def open(self, req_id: str, payload: TalkerPrompt, hidden_spans: Sequence[tuple[int, int]], params: Any) -> None:
-        """Start a request; `hidden_spans` are its multimodal positions."""
+        """Start a request; `hidden_spans` are the ranges of its multimodal positions."""
         if req_id in self._requests:  # preempted and added again: keep its history
             return
         seed = params.seed
@@ -97,7 +97,7 @@ class TalkerInputProvider:
             request.draw.skip(len(payload.frames), self._groups - 1)
 
     def extend(self, req_id: str, payload: TalkerChunk) -> None:
-        """Append text ids of the prompt, and track ids."""
+        """Append text ids of the prompt, and ids of the text track, to an open request."""
         request = self._requests[req_id]
         request.text.extend(payload.text)
         request.track.extend(payload.track)
@@ -118,7 +118,7 @@ class TalkerInputProvider:
         self._requests.pop(req_id, None)
 
     def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:
-        """Return M-RoPE positions of the first `length` positions and the delta of the following ones."""
+        """Return the M-RoPE positions [3, length] of the first `length` tokens and the delta of later positions."""
         prompt = self._requests[req_id].positions
         if prompt is None:
             return torch.arange(length).expand(3, -1), 0
@@ -153,7 +153,7 @@ class TalkerInputProvider:
         return rows
 
     def _step_rows(self, decode: list[tuple[int, int, np.ndarray]]) -> Tensor:
-        """Return input embeddings [n, hidden] of (row, text id, frame)."""
+        """Return the input embeddings [n, hidden] of the positions (row, text id, frame) after the prompts."""
         numbers = np.empty((len(decode), 1 + self._groups), np.int64)
         for line, (_, text_id, frame) in zip(numbers, decode, strict=True):
             line[0] = text_id
@@ -180,7 +180,7 @@ class TalkerInputProvider:
             out[at] += self._model.codec_rows(codes)
 
     def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:
-        """Complete the frames of the sampled first codes; return int32 [1, groups] for each request that has one."""
+        """Complete the frames of the sampled first codes; return int32 [1, groups] by request, None at its end."""
         made: list[Tensor | None] = [None] * len(req_ids)
         live = [i for i, got in enumerate(tokens) if got and got[0] != self._model.codec_eos]
         if not live:

@@ -1,8 +1,8 @@
 """The thinker's worker: exports the layer that the talker reads, and encodes each request's sound in a separate call.
 
-The encoder of Qwen3-Omni pads the last piece of every clip to the longest piece of the call, and its convolutions turn
-the padding into nonzero values through their biases. The end of a short clip would therefore depend on the other clips
-of the call, by much more than rounding. Transformers encodes the clips of one prompt together, and so does this worker.
+The audio encoder of Qwen3-Omni pads the last piece of every clip to the longest piece of the call. Biases of its
+convolutions turn the padding into nonzero values. The end of a short clip would therefore depend on the other clips of
+the call, by much more than rounding. Transformers encodes the clips of one prompt together; so does this worker.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from vllm_omni_ext.engine.worker import HiddenStatesExportWorker
 
 PADDED = "audio"
-"""The modality whose items are padded to the longest; images and videos are not padded."""
+"""The modality whose items the encoder pads to the longest item of a call; images and videos are not padded."""
 
 Due = Mapping[str, list[int]]
-"""Items to encode by request, as in `SchedulerOutput.scheduled_encoder_inputs`."""
+"""By request, the indices of the items to encode, as in `SchedulerOutput.scheduled_encoder_inputs`."""
 
 
 class ThinkerWorker(HiddenStatesExportWorker):
@@ -40,7 +40,7 @@ def encode_apart(runner: Any) -> None:
 
 
 def by_request(runner: Any) -> Callable[[Any], list[Any]]:
-    """Return a V1 runner's `_execute_mm_encoder` that encodes once per request with sound, and once for all others."""
+    """Return a V1 runner's `_execute_mm_encoder` with a call for each request with sound, and one for all others."""
     execute = runner._execute_mm_encoder
 
     def execute_apart(step: Any) -> list[Any]:
@@ -55,7 +55,7 @@ def by_request(runner: Any) -> Callable[[Any], list[Any]]:
 
 
 def by_request_v2(runner: Any) -> Callable[[Due], None]:
-    """Return the same for the `execute_mm_encoder` of Model Runner V2's model state."""
+    """Return what `by_request` returns, for the `execute_mm_encoder` of Model Runner V2's model state."""
     execute = runner.model_state.execute_mm_encoder
 
     def execute_apart(due: Due) -> None:
@@ -66,7 +66,7 @@ def by_request_v2(runner: Any) -> Callable[[Due], None]:
 
 
 def _parts(due: Due, features_of: Callable[[str], Sequence[Any]]) -> Iterator[Due]:
-    """Yield the items of each call of the encoder."""
+    """Yield the items of each encoder call: one call per request with sound, if there are several such requests."""
 
     def padded(req_id: str, items: list[int]) -> bool:
         features = features_of(req_id)

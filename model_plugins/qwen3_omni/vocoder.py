@@ -1,8 +1,8 @@
-"""Streaming code-to-waveform decoder of Qwen3-Omni: codec frames in, final audio samples out, nothing recomputed.
+"""Streaming decoder of Qwen3-Omni from codec frames to final audio samples, without recomputation.
 
-The result equals Transformers' `Qwen3OmniMoeCode2Wav` over a whole utterance, for any division of the utterance into
-chunks: the joined pieces equal the unchunked decode, with the same number of samples. (Transformers' `chunked_decode`
-differs: it drops `lookahead_samples` at every chunk border.)
+For any division of an utterance into chunks, the joined samples equal those of Transformers' `Qwen3OmniMoeCode2Wav`
+over the whole utterance, and their number is the same. (Transformers' `chunked_decode` drops `lookahead_samples` at
+every chunk border.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_layers import (
 )
 
 DEFAULT_MAX_FRAMES_PER_PASS = 256
-"""Frames in flight at once, over all streams, which limits the activation memory (about 0.75 MB per frame and
-activation in float32 with the released configuration, a handful of activations alive at a time)."""
+"""Most frames in one pass, over all streams. They determine the activation memory: with the released configuration in
+float32, an activation has about 0.75 MB per frame, and about 6 activations are alive at the same time."""
 
 
 @dataclass
@@ -40,10 +40,10 @@ class VocoderState:
     """The state of one stream: about 5 MB in float32 with the released configuration.
 
     Attributes:
-        flat: `[numel]`, the states of all layers one after another, in the model's dtype and on its device.
-        frames: frames consumed so far; also the absolute position of the next frame.
-        samples: samples released so far.
-        closed: the last chunk has been consumed.
+        flat: `[numel]`, the concatenated states of all layers, in the model's dtype and on its device.
+        frames: number of frames decoded so far, which is the position of the next frame.
+        samples: number of samples returned so far.
+        closed: the last chunk has been decoded.
     """
 
     flat: Tensor
@@ -59,15 +59,15 @@ class Vocoder(nn.Module):
 
     Args:
         config: a checkpoint's `code2wav_config` (`Qwen3OmniMoeCode2WavConfig`).
-        max_frames_per_pass: frames processed at once, over all streams; longer input is processed in slices of this
-            length, so memory does not grow with the length of the utterance or the number of streams.
+        max_frames_per_pass: most frames in one pass, over all streams. Longer input is divided into slices of this
+            length, so that memory does not grow with the length of the utterance or the number of streams.
 
     Attributes:
         groups: codes per frame.
         codebook_size: every code is in `0 .. codebook_size - 1`.
         total_upsample: samples per frame (1920 as released).
-        lookahead_samples: samples of the last frames that are not final without more frames, and that Transformers
-            does not produce at the end of an utterance either (555 as released).
+        lookahead_samples: number of samples of the last frames that are final only after more frames. Like
+            Transformers, `decode` does not return them at the end of an utterance (555 as released).
     """
 
     def __init__(self, config: PretrainedConfig, *, max_frames_per_pass: int = DEFAULT_MAX_FRAMES_PER_PASS):
@@ -120,12 +120,12 @@ class Vocoder(nn.Module):
 
     @torch.inference_mode()
     def decode(self, chunks: Sequence[Tensor], states: Sequence[VocoderState], last: Sequence[bool]) -> list[Tensor]:
-        """Consume the next frames of several streams; streams with equal progress run as one batch.
+        """Decode the next frames of several streams; streams with equal progress run as one batch.
 
         Args:
             chunks: for each stream `[frames, groups]` int64 codes, on any device; `frames` may differ and may be 0.
             states: the streams' states, updated in place; all different objects.
-            last: whether the chunk ends its stream. The end releases no further samples (see `lookahead_samples`).
+            last: whether the chunk ends its stream. The end adds no further samples (see `lookahead_samples`).
 
         Returns:
             for each stream `[samples]` float32 in [-1, 1] on the model's device: all samples that became final.
@@ -153,7 +153,7 @@ class Vocoder(nn.Module):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Decode the first frames of a dummy stream."""
+        """Decode the first frames of a dummy stream, which compiles the kernels."""
         state, code = self.new_state(), torch.zeros(1, self.groups, dtype=torch.int64)
         for frames in (1, 2):
             self.decode([code.expand(frames, -1)], [state], [False])
@@ -189,7 +189,7 @@ class Vocoder(nn.Module):
                 raise ValueError("the stream has ended; start a new one with new_state()")
 
     def _filled(self, frames: int) -> Filled:
-        """Return, for each upsampler, how many of its kept inputs are real after `frames` frames."""
+        """Return, for each upsampling layer, how many of its kept inputs are real (not zeros) after `frames` frames."""
         filled = []
         for layer in self._upsamplers:
             filled.append(min(frames, layer.overlap))
@@ -212,12 +212,12 @@ class Vocoder(nn.Module):
         return batches
 
     def _frames_now(self, left: int, filled: Filled) -> int:
-        """Return the number of frames of the next pass of a stream with `left` frames left."""
+        """Return the number of frames in the next pass of a stream that has `left` frames to decode."""
         recorded = None if self._graphs is None else self._graphs.frames(left, filled)
         return recorded or min(left, self.max_frames_per_pass)
 
     def _advance(self, codes: Tensor, states: list[VocoderState]) -> list[Tensor]:
-        """Run the next `[B, T, groups]` codes of B streams with equal `_filled`; update their states."""
+        """Decode the next codes `[B, T, groups]` of B streams with equal `_filled`; update their states."""
         filled = self._filled(states[0].frames)
         positions, flats = [s.frames for s in states], [s.flat for s in states]
         waves = None if self._graphs is None else self._graphs.run(codes, flats, positions, filled)
@@ -233,7 +233,7 @@ class Vocoder(nn.Module):
         return list(waves.unbind(0))
 
     def _pass(self, codes: Tensor, flat: Tensor, positions: Tensor, filled: Filled) -> Tensor:
-        """One pass in the sense of `vocoder_graphs.Pass`: `[B, T, groups]` codes -> `[B, samples]` float32."""
+        """Run one pass (`vocoder_graphs.Pass`): codes `[B, T, groups]` -> samples `[B, samples]` float32."""
         carry = Carry(flat, positions, dict(zip(self._upsamplers, filled, strict=True)))
         offsets = torch.arange(self.groups, device=codes.device) * self.codebook_size
         x = self.code_embedding(codes + offsets).mean(2)

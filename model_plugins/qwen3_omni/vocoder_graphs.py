@@ -1,8 +1,8 @@
-"""Passes of the vocoder as CUDA graphs: fixed numbers of frames and streams, in buffers with fixed addresses.
+"""Records the vocoder's passes as CUDA graphs: fixed numbers of frames and streams, in buffers with fixed addresses.
 
 A stream's state is a separate tensor, created with the stream and freed with it. A pass copies the states of its
-streams into the graph's buffer and back, a few MB each, so that any streams can share any graph. Other numbers of
-frames are composed of recorded ones.
+streams (a few MB each) into the graph's buffer and back, so that any streams can share any graph. Other numbers of
+frames are divided into recorded numbers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from vllm_omni_ext.engine.graphs import Recorder, bucket_of, buckets
 logger = init_logger(__name__)
 
 FRAMES = (25, 16, 8, 4, 2, 1)
-"""Numbers of frames that are recorded for running streams: the usual sizes of parts."""
+"""Numbers of frames for which passes of running streams are recorded: the usual sizes of parts."""
 
 FIRST_FRAMES = (1,)
-"""Numbers of frames that are recorded for new streams."""
+"""Numbers of frames for which passes of new streams are recorded."""
 
 MOST_STREAMS = 32
 MOST_FRAMES = 128
-"""Limits of one recorded pass, and so of its memory (released shape, float32: 0.5 GB, and 5 MB a stream)."""
+"""Limits of one recorded pass: streams, and frames of all streams. They limit its memory (released shape, float32:
+0.5 GB, and 5 MB per stream)."""
 
 Filled: TypeAlias = tuple[int, ...]
-"""Number of real kept inputs of each upsampling layer, on which the shapes of a pass depend."""
+"""For each upsampling layer, how many of its kept inputs are real, not zeros before the stream's start. The shapes of a
+pass depend on these numbers."""
 
 Pass: TypeAlias = Callable[[Tensor, Tensor, Tensor, Filled], Tensor]
-"""Maps codes `[B, T, groups]`, states `[B, numel]` (updated in place), positions to samples `[B, samples]` float32."""
+"""A pass: takes codes `[B, T, groups]`, states `[B, numel]` (updated in place), positions `[B]` and `Filled`; returns
+samples `[B, samples]` float32."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,15 @@ class _Key:
 
 
 class VocoderGraphs:
-    """Records passes and replays them.
+    """Records passes of the vocoder as graphs, and replays them.
 
     Args:
         compute: the pass to record.
+        recorder: records the graphs.
         like: a tensor with the dtype and device of the states.
         numel: number of elements of a stream's state.
-        streams: number of streams that may share a pass, at most `MOST_STREAMS`.
+        groups: codes per frame.
+        streams: largest number of streams in a pass; `MOST_STREAMS` limits it.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class VocoderGraphs:
 
     @torch.inference_mode()
     def record(self, begins: Filled, goes_on: Filled) -> None:
-        """Record all passes, the largest first, for new streams and for running streams."""
+        """Record all passes, the largest first, for new streams (`begins`) and for running streams (`goes_on`)."""
         keys = [_Key(frames, size, goes_on) for frames in FRAMES for size in self._sizes]
         keys += [_Key(frames, size, begins) for frames in FIRST_FRAMES for size in self._sizes if begins != goes_on]
         for key in sorted(keys, key=lambda key: key.frames * key.streams, reverse=True):
@@ -102,7 +107,7 @@ class VocoderGraphs:
         """Return samples `[B, samples]` of `codes` `[B, T, groups]` on the host; None if no recorded pass fits.
 
         Args:
-            states: of each stream, `[numel]`; updated in place.
+            states: state of each stream, `[numel]`; updated in place.
             positions: number of frames that each stream had consumed before.
         """
         count, frames, _ = codes.shape

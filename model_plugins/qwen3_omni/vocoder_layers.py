@@ -1,7 +1,7 @@
-"""Layers of the streaming vocoder: each consumes a stream's next inputs and keeps the state for the following inputs.
+"""Layers of the streaming vocoder: each computes a stream's next inputs and keeps the state for the following inputs.
 
-Every layer computes the same as its counterpart in Transformers' `modeling_qwen3_omni_moe.py` does over a whole
-utterance, and has the same parameter names. Notation in shapes: B streams, C channels, T new positions of this call.
+Every layer computes over all calls what its counterpart in Transformers' `modeling_qwen3_omni_moe.py` computes over a
+whole utterance. Parameter names are the same. In shapes, B is streams, C channels, and T new positions of this call.
 
 All state of a stream is one flat vector (`Vocoder.new_state`); a stateful layer owns a slice of it. A batch of streams
 is therefore one `[B, numel]` tensor, for any number of layers.
@@ -22,22 +22,22 @@ from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import merge
 
 
 class PreparedLayer(nn.Module):
-    """A layer that precomputes tensors from its weights, once."""
+    """A layer that precomputes tensors from its weights."""
 
     def prepare(self) -> None:
-        """Called by the owner of all layers when the weights are loaded and will not move."""
+        """Precompute tensors; `Vocoder.prepare` calls this once, after the weights are loaded on their device."""
         raise NotImplementedError
 
 
 class StatefulLayer(nn.Module):
-    """A layer that keeps `state_shape` numbers for each stream; the owner of all layers sets `state_offset`."""
+    """A layer with a state of shape `state_shape` for each stream; `Vocoder` sets its offset in the flat state."""
 
     state_shape: tuple[int, ...]
     state_offset: int = 0
 
     @property
     def state_numel(self) -> int:
-        """Numbers kept per stream."""
+        """Number of elements of a stream's state."""
         return math.prod(self.state_shape)
 
 
@@ -47,8 +47,9 @@ class Carry:
 
     Attributes:
         flat: `[B, numel]`, the streams' states in the model's dtype.
-        positions: `[B]` int64, number of frames that each stream had consumed before this call.
-        filled: for each upsampling layer with overlap, how many of its kept inputs are real (the same for all B).
+        positions: `[B]` int64, number of frames of each stream that were decoded before this call.
+        filled: for each upsampling layer with overlap, the number of kept inputs that are not zeros before the start of
+            the stream (the same for all B).
     """
 
     flat: Tensor
@@ -56,17 +57,17 @@ class Carry:
     filled: dict[nn.Module, int] = field(default_factory=dict)
 
     def read(self, layer: StatefulLayer) -> Tensor:
-        """Return the state of `layer`, `[B, *state_shape]`: a view, to be copied before `write`."""
+        """Return the state of `layer` as a view `[B, *state_shape]`; `write` changes it."""
         piece = self.flat[:, layer.state_offset : layer.state_offset + layer.state_numel]
         return piece.unflatten(1, layer.state_shape)
 
     def write(self, layer: StatefulLayer, value: Tensor) -> None:
-        """Replace the state of `layer` with `value` `[B, *state_shape]`, which must not be a view of the old one."""
+        """Replace the state of `layer` by `value` `[B, *state_shape]`, which must not be a view of the old state."""
         self.read(layer).copy_(value)
 
 
 class CausalConv(StatefulLayer):
-    """Convolution over an input and the `(kernel - 1) * dilation` inputs before it, zeros before the start."""
+    """Convolution over an input and the `(kernel - 1) * dilation` inputs before it; zeros precede a stream's start."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, *, dilation: int = 1, groups: int = 1):
         super().__init__()
@@ -75,7 +76,7 @@ class CausalConv(StatefulLayer):
         self.state_shape = (in_channels, self.history)
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """`[B, in, T]` -> `[B, out, T]`."""
+        """Compute `[B, in, T]` -> `[B, out, T]`."""
         if x.shape[-1] == 0:
             return x.new_empty(x.shape[0], self.conv.out_channels, 0)
         if self.history:
@@ -85,11 +86,11 @@ class CausalConv(StatefulLayer):
 
 
 class CausalUpsample(StatefulLayer):
-    """Transposed convolution whose outputs are all final.
+    """Transposed convolution that returns only final outputs, which later inputs do not change.
 
     A block of `stride` outputs depends on one input and the `overlap` inputs before it. Transformers trims
-    `kernel - stride` outputs on both sides of the utterance, so the first `overlap` inputs give no block of their own:
-    L inputs in total give `(L - overlap) * stride` outputs, and nothing is left over at the end.
+    `kernel - stride` outputs on both sides of the utterance, so the first `overlap` inputs give no block of their own.
+    L inputs in total give `(L - overlap) * stride` outputs; no outputs remain at the end.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int):
@@ -106,7 +107,7 @@ class CausalUpsample(StatefulLayer):
         return max(0, inputs - self.overlap) * self.stride
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """`[B, in, T]` -> `[B, out, T * stride]`, less at the start of a stream."""
+        """Compute `[B, in, T]` -> `[B, out, T * stride]`, with fewer outputs at the start of a stream."""
         if self.overlap:
             kept = torch.cat((carry.read(self), x), dim=-1)
             carry.write(self, kept[..., kept.shape[-1] - self.overlap :])
@@ -129,7 +130,7 @@ class ConvNeXtBlock(nn.Module):
         self.gamma = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """`[B, dim, T]` -> the same shape."""
+        """Compute `[B, dim, T]` -> `[B, dim, T]`."""
         y = self.norm(self.dwconv(x, carry).transpose(1, 2))
         y = self.pwconv2(F.gelu(self.pwconv1(y)))
         return torch.addcmul(x, self.gamma[:, None], y.transpose(1, 2))
@@ -151,7 +152,7 @@ class SnakeBeta(PreparedLayer):
         self._weight = (1.0 / (self.beta.detach().exp() + self.EPSILON))[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, channels, T]` -> the same shape."""
+        """Compute `[B, channels, T]` -> `[B, channels, T]`."""
         return torch.addcmul(x, self._weight, (x * self._frequency).sin_().square_())
 
 
@@ -166,12 +167,12 @@ class ResidualUnit(nn.Module):
         self.conv2 = CausalConv(dim, dim, 1)
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """`[B, dim, T]` -> the same shape."""
+        """Compute `[B, dim, T]` -> `[B, dim, T]`."""
         return x + self.conv2(self.act2(self.conv1(self.act1(x), carry)), carry)
 
 
 class DecoderBlock(nn.Module):
-    """Upsamples by `rate` and halves the channels, then three residual units of growing dilation."""
+    """Upsampling by `rate` to half the channels, followed by three residual units with dilations 1, 3 and 9."""
 
     DILATIONS = (1, 3, 9)
 
@@ -182,7 +183,7 @@ class DecoderBlock(nn.Module):
         self.block = nn.ModuleList([SnakeBeta(in_channels), upsample, *units])
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """`[B, in, T]` -> `[B, out, T * rate]`, less at the start of a stream."""
+        """Compute `[B, in, T]` -> `[B, out, T * rate]`, with fewer outputs at the start of a stream."""
         activation, *stateful = self.block
         x = activation(x)
         for layer in stateful:
@@ -219,11 +220,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def window_mask(positions: Tensor, new: int, window: int) -> Tensor:
-    """Return which keys a query may attend to, bool `[B, 1, new, window - 1 + new]`.
+    """Return the attention mask, bool `[B, 1, new, window - 1 + new]`: True where a query attends to a key.
 
-    The keys are the `window - 1` kept positions followed by the `new` ones. A query attends to itself and the `window -
-    1` positions before it (Transformers: `kv > query - window`), as far as they exist: each stream had consumed
-    `positions` `[B]` frames before.
+    The keys are the `window - 1` kept positions, followed by the `new` positions. A query attends to itself and the
+    `window - 1` positions before it (Transformers: `kv > query - window`). Positions before a stream's start are
+    masked: `positions` `[B]` frames of each stream were decoded before this call.
     """
     device = positions.device
     query = torch.arange(new, device=device)[:, None]
@@ -255,7 +256,7 @@ class WindowAttention(StatefulLayer, PreparedLayer):
         self._qkv_bias = None if self.q_proj.bias is None else merge([part.bias for part in parts])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, carry: Carry) -> Tensor:
-        """`[B, T, dim]` -> the same shape."""
+        """Compute `[B, T, dim]` -> `[B, T, dim]`."""
         merged = F.linear(x, self._qkv, self._qkv_bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key, value = merged.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -283,7 +284,7 @@ class GatedMlp(PreparedLayer):
         self._gate_up = merge([self.gate_proj.weight, self.up_proj.weight])
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim]` -> the same shape."""
+        """Compute `[..., dim]` -> `[..., dim]`."""
         gate, up = F.linear(x, self._gate_up).chunk(2, dim=-1)
         return self.down_proj(self.act(gate) * up)
 
@@ -301,13 +302,13 @@ class TransformerLayer(nn.Module):
         self.mlp_layer_scale = LayerScale(config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, carry: Carry) -> Tensor:
-        """`[B, T, dim]` -> the same shape."""
+        """Compute `[B, T, dim]` -> `[B, T, dim]`."""
         x = self.self_attn_layer_scale(x, self.self_attn(self.input_layernorm(x), cos, sin, mask, carry))
         return self.mlp_layer_scale(x, self.mlp(self.post_attention_layernorm(x)))
 
 
 class WindowTransformer(nn.Module):
-    """The sliding-window transformer in front of the upsampling."""
+    """The sliding-window transformer whose output is upsampled."""
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
@@ -318,7 +319,7 @@ class WindowTransformer(nn.Module):
         self.theta = rope_theta(config)
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """`[B, T, dim]` -> the same shape."""
+        """Compute `[B, T, dim]` -> `[B, T, dim]`."""
         new = x.shape[1]
         positions = carry.positions[:, None] + torch.arange(new, device=x.device)
         cos, sin = rotary(positions, self.head_dim, self.theta, x.dtype)
@@ -335,7 +336,7 @@ def attention_head_dim(config: PretrainedConfig) -> int:
 
 
 def rope_theta(config: PretrainedConfig) -> float:
-    """Return the base of the rotary embedding; scaled kinds of RoPE are refused."""
+    """Return the base of the rotary embedding; ValueError for scaled kinds of RoPE."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         raise ValueError(f"code2wav_config.rope_parameters.rope_type: {rope['rope_type']!r} is not supported")

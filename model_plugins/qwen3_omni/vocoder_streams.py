@@ -1,4 +1,4 @@
-"""The open streams of a vocoder, their progress, and when their state is freed."""
+"""Decodes the parts of streams with the vocoder, keeps the streams' states between parts, and frees the states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Stream:
 
 @dataclass
 class _Job:
-    """One stream's work in a call: the parts that fit, joined."""
+    """The parts of one stream that are decoded in one call; `members` are their indices in the call."""
 
     stream: _Stream
     members: list[int]
@@ -41,7 +41,8 @@ class VocoderStreams:
     arrived for `idle_s` seconds (checked in every call).
 
     Args:
-        clock: seconds, monotonic.
+        idle_s: seconds without a part after which a stream's state is freed.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(self, vocoder: Vocoder, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,7 +51,7 @@ class VocoderStreams:
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self.frames = 0
-        """Frames decoded so far, over all streams."""
+        """Number of frames decoded so far, in all streams."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -84,7 +85,7 @@ class VocoderStreams:
             del self._streams[name]
 
     def _enlist(self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, _Job], now: float) -> str | None:
-        """Add a part to its stream's job; if it does not fit, free the stream and return the reason."""
+        """Add a part to its stream's job; if it is not the stream's next part, free the stream and return a reason."""
         if header.part == 0:
             self._streams[header.stream] = _Stream(self._vocoder.new_state(), now)
         stream, job = self._streams.get(header.stream), jobs.get(header.stream)

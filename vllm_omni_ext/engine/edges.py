@@ -30,7 +30,7 @@ MOST_OF_ID = 256
 
 @dataclass
 class _Sent:
-    """A request in an `EdgeSender`: its name in the connector, its number of stored chunks, and whether all are stored."""
+    """A request in an `EdgeSender`: its name in the connector, the count of its chunks, and whether all are stored."""
 
     name: str
     chunks: int = 0

@@ -1,4 +1,4 @@
-"""Sizes of the checkpoints that this package can write, and their `config.json` in the layout of the released one.
+"""Sizes of the checkpoints that this package can write, and their `config.json` in the released checkpoint's layout.
 
 The field names, the codec special ids and their places above the codebook come from the public `config.json` of
 Qwen/Qwen3-Omni-30B-A3B-Instruct; fields that only repeat a Transformers default are left out. `RELEASED` has the sizes
@@ -32,18 +32,18 @@ CODEC_OFFSETS = {
 SPEAKER_OFFSETS = {"chelsie": 253, "ethan": 254, "aiden": 255}
 
 PATCH, MERGED_PATCHES = 16, 2
-"""Pixels of a side of a patch, and patches of a side of a token, of every vision tower."""
+"""Side of a patch in pixels, and side of a token in patches, in every vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """One complete Qwen3-Omni model.
+    """Sizes of one complete Qwen3-Omni model.
 
     Attributes:
         text_vocab_size: rows of the thinker's embedding table; 0: as many as the tokenizer needs, rounded up to a
             multiple of 64.
-        codebook_size: number of codes in each of `num_code_groups` books.
-        thinker, talker, predictor, audio, vision, code2wav: fields of their configs.
+        codebook_size: number of codes in each of the `num_code_groups` codebooks.
+        thinker, talker, predictor, audio, vision, code2wav: fields of the config of each of these parts.
     """
 
     name: str
@@ -184,7 +184,7 @@ def model_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
         "position_id_per_seconds": 13,
         "seconds_per_chunk": 2,
     }
-    # Without the field, Transformers takes 128 experts.
+    # Without `num_experts`, Transformers uses 128 experts.
     text = _decoder(sizes.thinker, sizes.text_vocab_size or -(-vocabulary.size // 64) * 64)
     text["rope_scaling"]["mrope_interleaved"] = True
     thinker = {
@@ -193,7 +193,7 @@ def model_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
         "user_token_id": id_of("user"),
         "vision_end_token_id": id_of("<|vision_end|>"),
         "audio_config": {**sizes.audio, "output_dim": hidden},
-        # vLLM also reads `image_size` and `apply_vit_abs_pos_embed`, which Transformers does not know.
+        # vLLM also reads `image_size` and `apply_vit_abs_pos_embed`, which Transformers does not define.
         "vision_config": {**sizes.vision, "apply_vit_abs_pos_embed": True, "out_hidden_size": hidden},
         "text_config": text,
     }
@@ -214,7 +214,7 @@ def model_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
     return {
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
         "model_type": "qwen3_omni_moe",
-        # As in the released file; without a version, Transformers takes a large local tokenizer for one of Mistral's.
+        # As in the released file; without a version, Transformers loads a large local tokenizer as one of Mistral's.
         "transformers_version": "4.57.0",
         "dtype": sizes.dtype,
         "enable_audio_output": True,
@@ -237,7 +237,7 @@ def model_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
 
 
 def _decoder(sizes: Json, vocab_size: int) -> Json:
-    """Return the config of thinker, talker or code predictor; the predictor has no experts and no M-RoPE."""
+    """Return the text config of thinker, talker or code predictor; the predictor has no experts and no M-RoPE."""
     section = sizes.get("mrope_section")
     fields = {name: value for name, value in sizes.items() if name != "mrope_section"}
     if fields.get("num_experts"):

@@ -1,4 +1,4 @@
-"""Writes tiny random Qwen3-Omni checkpoints that Transformers and vLLM load like the released one."""
+"""Writes tiny random Qwen3-Omni checkpoints that Transformers and vLLM load like the released checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small text files next to the weights: tokenizer, chat template, processor and generation settings."""
+"""Contents of a checkpoint's text files: tokenizer, chat template, processor and generation settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import NOT_SPECIAL, 
 Json = dict[str, Any]
 
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-"""ChatML as Qwen3-Omni uses it: no default system turn; each media part becomes one placeholder."""
+"""File with the chat template: ChatML without a default system turn; each media part becomes one placeholder."""
 
 NAMED_TOKENS = {
     "image_token": "<|image_pad|>",
@@ -89,9 +89,9 @@ least 128 x 32 x 32 pixels per pair of video frames, independent of this file.
 
 
 def generation_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
-    """Return `generation_config.json`: the talker's released sampling, and the end token where there are weights.
+    """Return `generation_config.json`: the talker's released sampling, and the end token unless sizes are `RELEASED`.
 
-    The released file names no end token: readers fall back to `<|im_end|>`, the tokenizer's `eos_token`.
+    The released file has no end token: Transformers then uses `<|im_end|>`, the tokenizer's `eos_token`.
     """
     talker = {
         "talker_max_new_tokens": 4096,

@@ -92,7 +92,7 @@ def byte_letters() -> list[str]:
 
 
 def word_merges(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Return merges that build each word from the left, shared prefixes once."""
+    """Return the BPE merges that build each word letter by letter from the left; shared prefixes occur once."""
     merges: dict[tuple[str, str], None] = {}
     for word in words:
         for end in range(1, len(word)):
@@ -101,7 +101,7 @@ def word_merges(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
 
 
 def small_vocabulary() -> Vocabulary:
-    """Return 256 bytes, the role names and a few words, then the special tokens: a few hundred ids."""
+    """Return a vocabulary of a few hundred ids: 256 bytes, the role names, 12 words, and the special tokens."""
     merges = word_merges((*ROLE_IDS, *_WORDS))
     tokens = [*byte_letters(), *("".join(pair) for pair in merges)]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -109,9 +109,9 @@ def small_vocabulary() -> Vocabulary:
 
 
 def real_vocabulary() -> Vocabulary:
-    """Return the released layout: bytes at 0..255, role names and special tokens at their released ids.
+    """Return a vocabulary in the released layout: bytes at 0..255, role names and special tokens at their released ids.
 
-    All other ids are made-up words (`w1000`, `w1001`, ...) that only the model can generate: no merge leads to them.
+    All other ids are made-up words (`w1000`, `w1001`, ...). Only the model can generate them: no merge builds them.
     """
     merges = word_merges((*ROLE_IDS, *_WORDS))
     tokens: list[str | None] = [*byte_letters(), *[None] * (FIRST_SPECIAL_ID - 256)]

@@ -1,8 +1,9 @@
 """Random weights with which a tiny model generates varied text and sound.
 
 Plain random initialisation gives one repeated token and clipped sound, which is useless for tests. Here every matrix is
-scaled by its fan-in so that activations keep their size through any depth, attention is sharpened so that the context
-matters, and the two heads that end a reply are tuned so that some replies end by themselves and some by length.
+scaled by its fan-in, so that activations keep their size through any depth. Larger attention scores make the output
+depend on the context. The scores of the two end tokens are scaled so that some replies end by themselves, others by the
+length limit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ THINKER_LOGIT_STD = 3.0
 TALKER_LOGIT_STD = 3.0
 THINKER_EOS_QUANTILE = 2.6
 TALKER_EOS_QUANTILE = 2.8
-"""The end token wins where its own score exceeds this many of its standard deviations: larger values make it rarer."""
+"""The end token is the most likely token if its score exceeds this many standard deviations of it: a larger value makes
+ends rarer."""
 
 WAVE_RMS = 0.15
 """Target loudness, relative to full scale 1; reached within a factor of 1.5."""
@@ -40,7 +42,7 @@ QUIET = 2.0**-20
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How to draw the parameters whose name matches `pattern`: normal with `mean` and `std` (std per root fan-in)."""
+    """Normal distribution of the parameters whose name matches `pattern`; `by_fan_in`: `std` / sqrt(fan-in)."""
 
     pattern: str
     std: float
@@ -67,7 +69,7 @@ RULES = (
     Rule(r"down_proj(\.weight)?$", 2.0, by_fan_in=True),
     Rule(r"", 1.2, by_fan_in=True),
 )
-"""The first match applies; the last rule is for all other matrices and convolutions."""
+"""Rules of all parameters: the first rule that matches applies; the last rule matches all other parameters."""
 
 
 def fan_in(name: str, shape: tuple[int, ...], transposed: Iterable[str]) -> int:
@@ -75,7 +77,7 @@ def fan_in(name: str, shape: tuple[int, ...], transposed: Iterable[str]) -> int:
     if len(shape) < 2:
         return 1
     if any(name.startswith(prefix) for prefix in transposed):
-        return shape[0]  # [in, out, kernel], kernel / stride = at most 2 taps a sample
+        return shape[0]  # [in, out, kernel]; a sample depends on kernel / stride <= 2 inputs
     if re.search(r"experts\.\w+$", name):
         return shape[-1]  # [experts, out, in]
     return math.prod(shape[1:])
@@ -105,7 +107,7 @@ def fill(model: Any, sizes: Sizes, vocabulary: Vocabulary, seed: int) -> None:
 
 
 def _shape_thinker_head(head: torch.Tensor, vocabulary: Vocabulary) -> None:
-    """Restrict the thinker to readable text and the end of its turn. head: [vocabulary, hidden]."""
+    """Restrict the thinker to readable text and the end of its turn; `head` is [vocabulary, hidden]."""
     import torch
 
     speakable = vocabulary.speakable_ids()
@@ -117,14 +119,14 @@ def _shape_thinker_head(head: torch.Tensor, vocabulary: Vocabulary) -> None:
 
 
 def _shape_codec_head(head: torch.Tensor, sizes: Sizes, end: int) -> None:
-    """Make the end of speech about as likely as the codes. head: [talker vocabulary, hidden]."""
+    """Make the end of speech about as likely as the codes together; `head` is [talker vocabulary, hidden]."""
     head[end] *= expected_maximum(sizes.codebook_size) / TALKER_EOS_QUANTILE
 
 
 def _shape_wave(code2wav: Any, sizes: Sizes, generator: torch.Generator) -> None:
-    """Remove the constant offset of the last convolution [1, channels, kernel] and set the loudness.
+    """Remove the constant offset of the last convolution [1, channels, kernel]; scale it to the loudness `WAVE_RMS`.
 
-    The factor is a power of two, so that it does not depend on the last digits of the measurement.
+    The factor is a power of two, so that it does not depend on the last digits of the measured loudness.
     """
     import torch
 
