@@ -1,1 +1,4 @@
-"""BAGEL: text and images from one sequence. The computation, its stages and, in `requests`, its part in API servers."""
+"""BAGEL, which generates text and images from one sequence.
+
+This package contains the computation, the stages (`stages`), and the code that runs in API servers (`requests`).
+"""

@@ -1,4 +1,4 @@
-"""Attention over rows of different lengths, behind an interface that device kernels can implement."""
+"""Interface of attention over rows of different lengths, which device kernels implement, and its PyTorch version."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Concatenated rows in packed tensors; a row attends only to its own keys.
+    """Lengths of rows (sequences) that are concatenated in packed tensors; a row attends only to its own keys.
 
     Attributes:
         queries: number of queries of each row.
-        keys: number of keys of each row: those of its context, then one for each query.
-        causal: whether a query attends only to keys up to its own. Otherwise it attends to all keys of its row.
+        keys: number of keys of each row: the keys of its context, then one key for each query.
+        causal: True: a query attends to the keys up to its own. False: it attends to all keys of its row.
         device: device of the packed tensors.
     """
 
@@ -30,12 +30,12 @@ class Rows:
 
     @cached_property
     def query_starts(self) -> Tensor:
-        """First query of each row, and the end: `[rows + 1]` int32, as variable-length kernels need it."""
+        """Index of each row's first query, and of the end: `[rows + 1]` int32, for variable-length kernels."""
         return self._starts(self.queries)
 
     @cached_property
     def key_starts(self) -> Tensor:
-        """First key of each row, and the end: `[rows + 1]` int32."""
+        """Index of each row's first key, and of the end: `[rows + 1]` int32."""
         return self._starts(self.keys)
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
@@ -43,12 +43,12 @@ class Rows:
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Rows], Tensor]
-"""Attention within rows: query `[sum(rows.queries), heads, head_dim]`, key and value `[sum(rows.keys), kv_heads,
-head_dim]`, result in the shape and dtype of the query. A key head serves `heads // kv_heads` query heads."""
+"""Computes attention within rows: query `[sum(rows.queries), heads, head_dim]`, key and value `[sum(rows.keys),
+kv_heads, head_dim]`, result in the shape and dtype of the query. `heads // kv_heads` query heads share a key head."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
-    """PyTorch's own attention, one call per row: an `Attention` for every device and dtype."""
+    """Compute attention with PyTorch, one call per row: an `Attention` for every device and dtype."""
     pieces = [
         _attend(q, k, v, rows.causal)
         for q, k, v in zip(query.split(rows.queries), key.split(rows.keys), value.split(rows.keys), strict=True)

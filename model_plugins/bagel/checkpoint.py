@@ -20,7 +20,7 @@ from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 MODEL, AUTOENCODER = "ema.safetensors", "ae.safetensors"
 
 Sources = dict[str, tuple[str, ...]]
-"""Parameter names -> names of the tensors in the file that are concatenated along dimension 0 for the parameter."""
+"""For each parameter name, the names of the file's tensors that are concatenated along dimension 0 for it."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHOWN = 5
@@ -75,11 +75,11 @@ def load_bagel(
     Args:
         directory: folder with `ema.safetensors`, `ae.safetensors`, `llm_config.json`, `vit_config.json`,
             `tokenizer.json` and optionally `config.json`.
-        dtype: float32, bfloat16 or float16, of all parts except the autoencoder, which is float32.
+        dtype: float32, bfloat16 or float16, for all parts except the autoencoder, which is float32.
         device: device of the weights, which are copied one tensor at a time.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a tensor is missing, unknown or has the wrong shape.
+        CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or has the wrong shape.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype} is not possible; use float32, bfloat16 or float16")
@@ -99,9 +99,9 @@ def load_bagel(
 def empty_bagel(
     directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Bagel:
-    """Return a model with the sizes and the tokenizer of a checkpoint, and with weights that are not initialized.
+    """Return a model with the sizes and the tokenizer of a checkpoint, and with uninitialized weights.
 
-    For measurements: the files of the weights are opened for their headers only. Arguments and errors are those of
+    It is for measurements: only the headers of the weights' files are read. Arguments and errors are those of
     `load_bagel`.
     """
     path = Path(directory)
@@ -129,7 +129,7 @@ def checkpoint_sizes(directory: str | Path) -> BagelSizes:
 
 
 def model_sources(sizes: BagelSizes) -> Sources:
-    """Return the source of each parameter of `Bagel` in `ema.safetensors`."""
+    """Return, for each parameter of `Bagel`, the names of its tensors in `ema.safetensors`."""
     sources: Sources = {ours: (theirs,) for ours, theirs in _SINGLE.items()}
     for ours, theirs in _WITH_BIAS.items():
         for kind in ("weight", "bias"):
@@ -165,7 +165,7 @@ def _fill(model: nn.Module, sources: Sources, file: Any, path: Path, dtype: torc
 
 
 def differences(missing: set[str], unknown: set[str]) -> str:
-    """Return the numbers and some names of the missing and the unknown tensors of a file."""
+    """Return a text with the numbers and some names of the missing and the unknown tensors of a file."""
     kinds = {"missing": sorted(missing), "unknown": sorted(unknown)}
     return "; ".join(f"{len(names)} {kind} tensors: {_some(names)}" for kind, names in kinds.items() if names)
 

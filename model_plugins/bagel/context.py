@@ -1,7 +1,7 @@
-"""Contexts of rows of the language model: keys and values of every layer, and the next position.
+"""Contexts (the KV cache of one sequence): keys and values of every layer, and the next position.
 
-A context never changes. A longer context refers to the shorter one that it continues, so the branches of a request
-share their common prefix, and a context without references is freed.
+A `Context` never changes. A longer context refers to the shorter context that it continues, so that the branches of a
+request share their common prefix. A context without references is freed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Context:
     """Keys and values of a sequence.
 
     Attributes:
-        length: tokens.
-        position: RoPE position of the next token. An image takes one position for all its tokens.
-        before: the context that this one continues; None for the empty one.
+        length: number of tokens.
+        position: RoPE position of the next token. All tokens of an image have one position.
+        before: the context that this context continues; None for the empty context.
         layers: keys and values of the added tokens, `[tokens, kv_heads, head_dim]` each, by layer.
     """
 
@@ -29,7 +29,10 @@ class Context:
     layers: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def extended(self, layers: Sequence[tuple[Tensor, Tensor]], positions: int) -> Context:
-        """Return this context plus the tokens with these keys and values, which take `positions` RoPE positions."""
+        """Return a context that continues this context with tokens of `positions` RoPE positions.
+
+        `layers` has the keys and values of the tokens.
+        """
         added = layers[0][0].shape[0]
         return Context(self.length + added, self.position + positions, self, tuple(layers))
 
@@ -41,11 +44,11 @@ class Context:
 
 
 EMPTY = Context()
-"""The context of a row without any previous token."""
+"""The context without tokens."""
 
 
 class GrowingContext:
-    """A context to which single tokens are appended; its own memory is doubled when it is full."""
+    """A context to which single tokens are appended. The memory of these tokens is doubled when it is full."""
 
     def __init__(self, before: Context, capacity: int = 64) -> None:
         self._before = before

@@ -1,11 +1,11 @@
-"""Running images, and one denoise step of any number of them in one forward pass.
+"""Generates images: each denoise step computes any number of running images in one forward pass.
 
     running = begin(model, plan, parameters, generator)    # prefill, first noise
     while not running.done:
         denoiser.step([running, ...])                       # all running images
     finished = finish(model, running)                       # the autoencoder
 
-To drop an image, stop passing it to `step`: no other object refers to its memory.
+An image that is not passed to `step` any more is freed: no other object refers to its memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import MARKERS, ImagePlan
 
 Branches = dict[str, Context]
-"""Contexts by the branch's name: "cond", and "text" and "img" with guidance."""
+"""Context of each branch, by its name: "cond", and "text" and "img" with guidance."""
 
 
 @dataclass(eq=False)
@@ -35,14 +35,14 @@ class RunningImage:
 
     Attributes:
         parameters: parameters of the request.
-        branches: contexts; they do not change.
+        branches: contexts of the branches; they do not change.
         size: height and width in pixels.
-        rows, columns: of latent tokens.
-        places: `[tokens]` int64, places of the latent tokens in the table of positions.
+        rows, columns: number of rows and columns of latent tokens.
+        places: `[tokens]` int64, indices of the latent tokens in the table of positions.
         latent: `[tokens, token_channels]` float32, the current latent.
-        times, steps: `schedule` of the request, on the CPU.
+        times, steps: time and step length of each evaluation (`schedule`), on the CPU.
         guided: for each evaluation whether branches other than "cond" are computed.
-        index: number of evaluations done.
+        index: number of completed evaluations.
     """
 
     parameters: ImageParameters
@@ -63,7 +63,7 @@ class RunningImage:
         return self.index == len(self.times)
 
     def active(self) -> Branches:
-        """The branches that the next evaluation computes, "cond" first."""
+        """Return the branches that the next evaluation computes, "cond" first."""
         return self.branches if self.guided[self.index] else {"cond": self.branches["cond"]}
 
 
@@ -93,9 +93,9 @@ class FinishedImage:
     """A finished image.
 
     Attributes:
-        image: `[height, width, 3]` uint8.
+        image: `[height, width, 3]` uint8 RGB.
         pixels: `[3, height, width]` float32 as the autoencoder returned them, about -1 to 1.
-        latent: `[tokens, token_channels]` float32.
+        latent: the final latent, `[tokens, token_channels]` float32.
     """
 
     image: Tensor
@@ -118,10 +118,10 @@ def begin(
         plan: contents of the branches, including the thought if the request thinks.
         parameters: parameters of the request.
         generator: generator of the request, on the CPU; None: a new one with the request's seed.
-        prefill: contexts of the request that were computed before, with the same generator.
+        prefill: contexts of the request that were computed before, with the same generator; None: no contexts.
 
     Raises:
-        ParameterError: the model cannot make an image of that size.
+        ParameterError: the model cannot generate an image of that size.
     """
     height, width = parameters.image_size(model.sizes, plan.size)
     generator = generator or seeded(parameters)
@@ -147,12 +147,12 @@ def begin(
 
 
 def seeded(parameters: ImageParameters) -> torch.Generator:
-    """Return a new generator for a request: on the CPU, so that a seed gives the same image on every device."""
+    """Return a new generator with the request's seed, on the CPU, so that a seed gives the same noise on any device."""
     return torch.Generator("cpu").manual_seed(parameters.seed)
 
 
 class Denoiser:
-    """Steps images together. Caches token positions and marker embeddings for the next step."""
+    """Computes denoise steps of several images together. Caches token positions and marker embeddings."""
 
     def __init__(self, model: Bagel) -> None:
         self._model = model
@@ -161,10 +161,10 @@ class Denoiser:
 
     @torch.inference_mode()
     def step(self, running: Sequence[RunningImage]) -> list[Evaluation]:
-        """Evaluate each image once, in one forward pass.
+        """Compute one denoise step of each image, in one forward pass; return the evaluation of each image.
 
-        Sizes, times, contexts and guidance may differ; each branch of an image is a row. Finished images are not
-        allowed. After an exception, all images are as before.
+        Sizes, times, contexts and guidance of the images may differ. Each branch of an image is a row of the pass.
+        Finished images are not allowed. After an exception, all images are unchanged.
         """
         active = [image.active() for image in running]
         velocities = iter(self._forward(running, active))
@@ -179,7 +179,7 @@ class Denoiser:
             image.latent - evaluation.velocity * image.steps[image.index].item()
             for image, evaluation in zip(running, out, strict=True)
         ]
-        for image, latent in zip(running, latents, strict=True):  # nothing fails from here on
+        for image, latent in zip(running, latents, strict=True):  # no statement below can fail
             image.latent = latent
             image.index += 1
         return out
@@ -203,7 +203,7 @@ class Denoiser:
         return projections.leave(out.hidden).float().split(lengths)
 
     def _places(self, contexts: tuple[Context, ...], lengths: tuple[int, ...]) -> tuple[Layout, Tensor]:
-        """Return the layout of the rows' tokens, and the embeddings of the rows' markers."""
+        """Return the layout of the rows' tokens, and the embeddings of the rows' markers `[2 * rows, hidden]`."""
         rows = zip(contexts, lengths, strict=True)
         key = tuple((context.length, context.position, length) for context, length in rows)
         if self._kept is None or key != self._key:
@@ -221,7 +221,7 @@ def finish(model: Bagel, running: RunningImage) -> FinishedImage:
 
 @torch.inference_mode()
 def decode(model: Bagel, latent: Tensor, rows: int) -> FinishedImage:
-    """Decode a latent `[tokens, token_channels]` with `rows` rows of tokens; also used for previews."""
+    """Decode a latent `[tokens, token_channels]`, a grid with `rows` rows of tokens; also used for previews."""
     grid = images.to_latents(latent, rows, model.sizes.latent_patch)
     pixels = model.vae.decode(grid[None])[0]
     return FinishedImage(images.to_bytes(pixels), pixels, latent)

@@ -1,7 +1,7 @@
-"""BAGEL: `ar` reads texts and pictures and writes text, `dit` makes pictures. Pure data.
+"""Describes BAGEL's stages: `ar` generates text from texts and pictures, `dit` generates pictures. Pure data.
 
-`dit` computes the context of a picture itself, so no KV cache travels between the stages: it has the weights for that
-in any case, because the markers around a picture are computed with the weights for text.
+`dit` computes the context of a picture itself, so that no KV cache is sent between the stages. It needs the weights for
+text in any case, because the markers around a picture are computed with them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ENGINE = {
 }
 
 _LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 4 * 2 * (64 * 64 + 2)}
-"""Requests at once; and tokens of a denoise step: (latent tokens + 2) for each branch of each running picture.
-Four pictures of 1024 x 1024 with guidance by the text are one step."""
+"""Most running requests, and most tokens of a denoise step: (latent tokens + 2) for each branch of each running
+picture. Four pictures of 1024 x 1024 with guidance by the text fit into one step."""
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
-"""Defaults of texts: the reference's, in place of those of the language model that the checkpoint began with."""
+"""Sampling defaults of texts: the reference's, in place of those in the checkpoint's `generation_config.json`."""
 
 _TEXT = {"override_generation_config": _GREEDY}
 

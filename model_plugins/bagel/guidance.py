@@ -1,4 +1,4 @@
-"""Times of a request's steps, and the combination of the branches' velocities."""
+"""Computes the times of a request's denoise steps, and combines the velocities that the branches predict."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def schedule(parameters: ImageParameters) -> tuple[Tensor, Tensor]:
 
 
 def guided_steps(parameters: ImageParameters, times: Tensor) -> list[bool]:
-    """Return for each evaluation whether guidance is on. The comparison is in float32, like the times."""
+    """Return for each evaluation whether guidance is on. Times are compared in float32."""
     after, until = parameters.cfg_interval
     return ((times > after) & (times <= until) & (parameters.cfg_text_scale > 1.0)).tolist()
 
 
 def branch_names(parameters: ImageParameters) -> tuple[str, ...]:
-    """Return the branches that a request may compute, named as in `ImagePlan`."""
+    """Return the names of the branches that a request computes in any step; the fields of `ImagePlan`."""
     if not any(guided_steps(parameters, schedule(parameters)[0])):
         return ("cond",)
     return ("cond", "text", "img") if parameters.cfg_img_scale > 1.0 else ("cond", "text")
 
 
 def guide(parameters: ImageParameters, cond: Tensor, text: Tensor, img: Tensor | None) -> Tensor:
-    """Combine the velocities of the branches.
+    """Combine the velocities of the branches into one.
 
     Args:
         parameters: parameters of the request.
-        cond, text, img: `[tokens, token_channels]` float32, of the branches of `ImagePlan`; `img` is None without
-            guidance by pictures.
+        cond, text, img: velocities of the branches of `ImagePlan`, `[tokens, token_channels]` float32; `img` is None
+            without guidance by pictures.
 
     Returns:
-        One velocity of the same shape.
+        The guided velocity, in the same shape.
     """
     guided = text + parameters.cfg_text_scale * (cond - text)
     if parameters.cfg_renorm_type == "text_channel":
@@ -53,7 +53,7 @@ def guide(parameters: ImageParameters, cond: Tensor, text: Tensor, img: Tensor |
 
 
 def _limited(guided: Tensor, cond: Tensor, least: float, *, each_token: bool) -> Tensor:
-    """Shorten `guided` to the length of `cond`, by a factor of at least `least`."""
+    """Reduce the vector length of `guided` to that of `cond` if it is larger, by a factor of at least `least`."""
     lengths = [
         torch.linalg.vector_norm(x, dim=-1, keepdim=True) if each_token else torch.linalg.vector_norm(x)
         for x in (cond, guided)

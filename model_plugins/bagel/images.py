@@ -1,4 +1,4 @@
-"""Input and output of pictures: colours, the two resizes, patches, and the conversion to bytes."""
+"""Converts pictures to and from the model's tensors: colours, resizing, patches, and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_omni_ext.model_plugins.bagel.sizes import ResizeRule
 
 MAX_PIXELS = 14 * 14 * 9 * 1024
-"""Approximate limit for the pixels of a resized picture."""
+"""Approximate limit of the number of pixels of a resized picture."""
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
@@ -26,8 +26,9 @@ def to_rgb(picture: Image.Image) -> Image.Image:
 def resized_size(width: int, height: int, rule: ResizeRule) -> tuple[int, int]:
     """Return width and height of a resized picture in pixels.
 
-    The longest side is reduced to its limit, then the shortest side is raised to its own limit (which has priority);
-    both are rounded to multiples of the stride. A picture that is still too large or too long is reduced again.
+    The longest side is reduced to its limit, then the shortest side is raised to its limit, which has priority. Both
+    are rounded to multiples of the stride. A picture that still exceeds `MAX_PIXELS` or the longest side is reduced
+    again.
     """
     scale = min(rule.longest / max(width, height), 1.0)
     scale = max(scale, rule.shortest / min(width, height))
@@ -45,7 +46,7 @@ def _scaled(width: int, height: int, scale: float, stride: int) -> tuple[int, in
 
 
 def resize(picture: Image.Image, rule: ResizeRule) -> Image.Image:
-    """Resize a picture to `resized_size`; bicubic."""
+    """Return the picture resized to `resized_size`, with bicubic interpolation."""
     size = resized_size(*picture.size, rule)
     return picture if size == picture.size else picture.resize(size, Image.Resampling.BICUBIC)
 
@@ -61,23 +62,25 @@ def bytes_to_pixels(numbers: Tensor) -> Tensor:
 
 
 def to_patches(pixels: Tensor, patch: int) -> Tensor:
-    """`[channels, height, width]` -> `[patches, patch * patch * channels]`; patches by row, each in (row, column,
-    channel) order: the patches of a picture, or the tokens of latents."""
+    """Divide a picture, or latents, `[channels, height, width]` into `[patches, patch * patch * channels]`.
+
+    The patches are in row order; the elements of a patch are in (row, column, channel) order.
+    """
     rows = pixels.unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
     return rows.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
 
 
 def places(rows: int, columns: int, side: int) -> Tensor:
-    """Return the places of a grid in a table with `side` columns: `[rows * columns]` int64."""
+    """Return the indices `[rows * columns]` int64 of a grid's places in a flat table with `side` columns."""
     return (torch.arange(rows)[:, None] * side + torch.arange(columns)).flatten()
 
 
 def to_latents(tokens: Tensor, rows: int, patch: int) -> Tensor:
-    """The inverse of `to_patches`, for a grid with `rows` rows."""
+    """Return the inverse of `to_patches`, for a grid with `rows` rows of patches."""
     grid = tokens.unflatten(1, (patch, patch, -1)).unflatten(0, (rows, -1))
     return grid.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2)
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """Convert `[3, height, width]` about -1 to 1 -> `[height, width, 3]` uint8: clamped, and truncated, not rounded."""
+    """Convert `[3, height, width]` from -1 to 1 to `[height, width, 3]` uint8: clamped, and truncated, not rounded."""
     return ((pixels * 0.5 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255).to(torch.uint8)

@@ -1,8 +1,8 @@
 """The language model: a Qwen2 decoder in which every layer has two sets of weights and one attention.
 
 "und" weights are for text, for the ViT's output and for the two markers around any image; "gen" weights are for latent
-tokens. Each set's tokens are computed together and brought into the order of the rows only for attention, so that each
-matrix is read once for any number of rows.
+tokens. The tokens of a set are computed together, so that each matrix is read once for any number of rows (sequences).
+They are brought into the order of the rows only for attention.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RmsNorm(nn.Module):
 
 
 class ExpertLayer(nn.Module):
-    """One set of a layer's weights. Q, K and V share one matrix, and so do gate and up projection of the MLP."""
+    """One set of a layer's weights. Q, K and V are one matrix; gate and up projection of the MLP are one matrix."""
 
     def __init__(self, sizes: LlmSizes) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class ExpertLayer(nn.Module):
         self.down = nn.Linear(sizes.feed_forward, sizes.hidden, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[n, hidden]` -> Q `[n, heads, head_dim]`, K and V `[n, kv_heads, head_dim]`; normed, before RoPE."""
+        """Return Q `[n, heads, head_dim]`, K and V `[n, kv_heads, head_dim]` of `[n, hidden]`; normed, before RoPE."""
         qkv = self.qkv(self.input_norm(x)).unflatten(-1, (-1, self.head_dim))
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return self.q_norm(query), self.k_norm(key), value
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Compute the rest of the layer: `[n, hidden]` and `[n, heads, head_dim]` -> `[n, hidden]`."""
+        """Compute the layer after attention: `x` `[n, hidden]`, `attended` `[n, heads, head_dim]` -> `[n, hidden]`."""
         x = x + self.output(attended.flatten(1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
@@ -83,15 +83,15 @@ class MotLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions and order of the tokens of a forward pass. It depends only on lengths and positions and holds no
+    """Positions and order of the tokens of a forward pass. It depends only on lengths and positions, and refers to no
     context.
 
     Attributes:
-        rows: lengths, in the order of rows.
+        rows: lengths of the rows.
         angles: cosine and sine of RoPE, each `[tokens, 1, head_dim]` float32, in the order of rows.
-        order: `[tokens]` int64, for each token in the order of rows its index among und tokens followed by gen tokens;
-            None if there are only und tokens, which then are in the order of rows.
-        back: the inverse of `order`.
+        order: `[tokens]` int64, for each token in the order of rows its index in the und tokens followed by the gen
+            tokens. None without gen tokens: the und tokens are in the order of rows.
+        back: the inverse permutation of `order`.
     """
 
     rows: Rows
@@ -114,7 +114,7 @@ class Output:
 
 
 class LanguageModel(nn.Module):
-    """The decoder. `attention` may be replaced by another implementation of `Attention`.
+    """The decoder. Its `attention` may be set to another implementation of `Attention`.
 
     Attributes:
         project, finish: a layer's computation before and after attention for latent tokens: `MotLayer.project` and
@@ -147,19 +147,19 @@ class LanguageModel(nn.Module):
         self.project, self.finish = MotLayer.project, ExpertLayer.finish
 
     def text_layout(self, seen: Sequence[Seen], lengths: Sequence[int]) -> Layout:
-        """Return the layout of text rows of these lengths, at successive positions, causal."""
+        """Return the layout of text rows of these lengths, with successive positions and causal attention."""
         positions = [row.position + at for row, length in zip(seen, lengths, strict=True) for at in range(length)]
         return self._layout(seen, lengths, torch.tensor(positions), causal=True)
 
     def block_layout(self, seen: Sequence[Seen], lengths: Sequence[int], *, latents: bool) -> Layout:
-        """Return the layout of rows of one image block each: all tokens of a block share one position and attend to
-        each other.
+        """Return the layout of rows with one image block in each. All tokens of a block have one position and attend
+        to each other.
 
         Args:
-            seen: the context that each row attends to in addition to its block.
-            lengths: tokens of each block, including its two markers.
-            latents: the und tokens are the markers of all rows, start and end alternating, and the gen tokens are the
-                latent tokens between them. Otherwise all tokens are und tokens, with a marker at each end.
+            seen: for each row, the context to which it attends in addition to its block.
+            lengths: number of tokens of each block, including its two markers.
+            latents: True: the und tokens are the markers of all rows (start, end, start, ...), the gen tokens are the
+                latent tokens between them. False: all tokens are und tokens, with a marker at each end of a block.
         """
         positions = torch.tensor([row.position for row in seen]).repeat_interleave(torch.tensor(lengths))
         layout = self._layout(seen, lengths, positions, causal=False)
@@ -200,10 +200,10 @@ class LanguageModel(nn.Module):
         Args:
             und: `[n, hidden]`, embeddings of the und tokens.
             gen: `[m, hidden]`, embeddings of the gen tokens; None if there are none.
-            layout: their layout.
-            seen: the context that each row attends to in addition to its own tokens, as in the layout.
-            hidden: the set of tokens whose final hidden states are returned. Results that neither these nor the keys
-                and values need are not computed.
+            layout: layout of these tokens.
+            seen: for each row, the context to which it attends in addition to its own tokens, as in the layout.
+            hidden: the set of tokens whose final hidden states are returned; the last layer computes no others. None:
+                no hidden states are returned.
             keep: whether keys and values are returned.
         """
         tokens = {"und": und} if gen is None else {"und": und, "gen": gen}

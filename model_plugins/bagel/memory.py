@@ -1,4 +1,4 @@
-"""The memory of a request, known before any computation, so that a scheduler can admit requests. Pure numbers."""
+"""Computes the memory of a request before it runs, so that a scheduler can limit the running requests. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def kv_bytes_per_token(sizes: LlmSizes, element_bytes: int) -> int:
 
 
 def image_tokens(sizes: BagelSizes, height: int, width: int) -> int:
-    """Return the tokens of the denoised block of an image of that size in pixels, including its markers."""
+    """Return the number of tokens of a generated image of this size in pixels, including its markers."""
     return (height // sizes.token_pixels) * (width // sizes.token_pixels) + MARKERS
 
 
 def picture_tokens(sizes: BagelSizes, height: int, width: int, *, latents: bool) -> int:
-    """Return the tokens that a picture adds to a context, including markers; the size is that before any resize.
+    """Return the number of tokens that a picture adds to a context, including markers.
 
     Args:
         sizes: sizes of the model.
-        height, width: of the picture in pixels.
-        latents: whether the picture is edited (autoencoder and ViT) or only read (ViT).
+        height, width: size of the picture in pixels, before any resize.
+        latents: True: the picture is edited (tokens of autoencoder and ViT). False: it is only read (ViT).
     """
     width, height = images.resized_size(width, height, sizes.vae_resize)
     tokens = patch_tokens(sizes, height, width)
@@ -35,18 +35,21 @@ def picture_tokens(sizes: BagelSizes, height: int, width: int, *, latents: bool)
 
 
 def patch_tokens(sizes: BagelSizes, height: int, width: int) -> int:
-    """Return the ViT's tokens of a picture, including markers; the size is that after the resize by `vae_resize`."""
+    """Return the number of a picture's ViT tokens, including markers, from its size after `vae_resize`."""
     columns, rows = (side // sizes.vit.patch for side in images.resized_size(width, height, sizes.vit_resize))
     return rows * columns + MARKERS
 
 
 def latent_tokens(sizes: BagelSizes, height: int, width: int) -> int:
-    """Return the latent tokens of such a picture, including markers; the rule is applied again."""
+    """Return the number of a picture's latent tokens, including markers, from its size after `vae_resize`.
+
+    `vae_resize` is applied a second time, as in `Prompts.latents`.
+    """
     columns, rows = (side // sizes.token_pixels for side in images.resized_size(width, height, sizes.vae_resize))
     return rows * columns + MARKERS
 
 
 def context_tokens(branches: Iterable[Segments]) -> int:
-    """Return the tokens whose keys and values these branches keep; common prefixes are kept once."""
+    """Return the number of tokens whose keys and values these branches store; common prefixes are stored once."""
     prefixes = {branch[:end] for branch in branches for end in range(1, len(branch) + 1)}
     return sum(prefix[-1].length for prefix in prefixes)

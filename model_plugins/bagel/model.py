@@ -31,25 +31,25 @@ class LatentProjections(nn.Module):
         self.table = nn.Parameter(torch.empty(sizes.latent_side**2, hidden), requires_grad=False)
 
     def times(self, times: Tensor) -> Tensor:
-        """Embed times from 0 (data) to 1 (noise): `[n]` float32 -> `[n, hidden]`."""
+        """Return the embeddings `[n, hidden]` of times `[n]` float32 from 0 (image) to 1 (noise)."""
         half = torch.arange(TIME_CHANNELS // 2, dtype=torch.float32, device=times.device)
         angles = times[:, None] * torch.exp(-math.log(_LONGEST_PERIOD) / (TIME_CHANNELS // 2) * half)
         waves = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.time_up.weight.dtype)
         return self.time_down(F.silu(self.time_up(waves)))
 
     def embed(self, tokens: Tensor, times: Tensor, places: Tensor) -> Tensor:
-        """Return the embeddings between an image's two markers.
+        """Return the embeddings `[n, hidden]` of the latent tokens between an image's two markers.
 
         Args:
-            tokens: `[n, token_channels]` float32.
-            times: `[n, hidden]`, embedded, or `[1, hidden]` for all.
-            places: `[n]` int64, in the table of latent positions.
+            tokens: latent tokens, `[n, token_channels]` float32.
+            times: embedded times, `[n, hidden]`, or `[1, hidden]` for all tokens.
+            places: indices in the table of latent positions, `[n]` int64.
         """
         return self.enter(tokens.to(self.enter.weight.dtype)) + times + self.table[places]
 
 
 class Bagel(nn.Module):
-    """All parts, without any request state. The autoencoder is float32, all other parts share one dtype.
+    """The whole model, without any request state. The autoencoder is float32; all other parts share one dtype.
 
     Attributes:
         tokens: the tokenizer; set by the loader of the weights.
@@ -75,7 +75,7 @@ class Bagel(nn.Module):
         return self.llm.embed.weight.dtype
 
     def text_embeddings(self, ids: list[int] | tuple[int, ...]) -> Tensor:
-        """Return the embeddings of ids, `[n, hidden]`."""
+        """Return the embeddings `[n, hidden]` of token ids."""
         return self.llm.embed(torch.tensor(ids, device=self.device))
 
     def markers(self) -> Tensor:

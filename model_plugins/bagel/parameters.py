@@ -29,7 +29,7 @@ _EDIT_DEFAULTS: Mapping[str, Any] = {
 
 
 class ParameterError(ValueError):
-    """A request that cannot succeed in this form.
+    """A parameter of a request is invalid.
 
     Args:
         message: the problem, and the allowed values.
@@ -46,20 +46,20 @@ class ImageParameters:
     """Parameters of an image; the defaults are those of text to image.
 
     Attributes:
-        height, width: of the image in pixels, multiples of the size of a latent token. None: 1024, or the largest size
-            for which the model has positions. An edit has the size of its resized picture instead.
-        num_timesteps: number of points in time including the image itself: one more than evaluations.
-        timestep_shift: above 1 spends more of the steps near the noise.
+        height, width: sides of the image in pixels, multiples of a latent token's side. None: 1024, or the model's
+            largest side if that is smaller. The image of an edit has the size of its resized picture instead.
+        num_timesteps: number of points in time, including that of the image: one more than denoise steps.
+        timestep_shift: a value above 1 puts more of the steps near the noise.
         seed: seed of all random numbers.
-        cfg_text_scale: guidance by the last text; 1 or less turns all guidance off.
-        cfg_img_scale: guidance by pictures, in addition to guidance by text; 1 or less turns it off.
-        cfg_interval: guidance applies to times above the first value and up to the second; time runs from 1 (noise) to
-            0.
-        cfg_renorm_type: scope of the limit for the length of a guided velocity: "global", the whole image; "channel",
-            each token; "text_channel", each token before guidance by pictures.
-        cfg_renorm_min: smallest factor of that limit.
-        think: whether the model writes a plan first.
-        max_think_token_n: longest plan in tokens, including its start.
+        cfg_text_scale: strength of guidance by the last text; 1 or less turns all guidance off.
+        cfg_img_scale: strength of guidance by pictures, in addition to guidance by text; 1 or less turns it off.
+        cfg_interval: guidance applies to times above the first value and up to the second; time decreases from 1
+            (noise) to 0.
+        cfg_renorm_type: scope in which the length of the guided velocity is limited to the unguided one's: "global",
+            the whole image; "channel", each token; "text_channel", each token before guidance by pictures.
+        cfg_renorm_min: smallest factor by which that limit reduces the velocity.
+        think: whether the model generates a plan (thought) first.
+        max_think_token_n: longest thought in tokens, including its start token.
     """
 
     height: int | None = None
@@ -113,7 +113,7 @@ class ImageParameters:
             picture: size of the prompt's last picture after its resize; None if there is no picture.
 
         Raises:
-            ParameterError: the model cannot make an image of that size.
+            ParameterError: the model cannot generate an image of that size.
         """
         if picture is not None:
             return picture
@@ -127,7 +127,7 @@ class ImageParameters:
 
 
 def image_parameters(given: Mapping[str, Any], *, edit: bool) -> ImageParameters:
-    """Return parameters from a mapping of names; missing ones have the default of the task.
+    """Return parameters from values by name; missing parameters have the default of text to image, or of an edit.
 
     Raises:
         ParameterError: a name is unknown, or a value is not allowed.

@@ -1,4 +1,4 @@
-"""Computes contexts from segments. Branches of a request share their common prefix."""
+"""Computes contexts (keys and values) from segments. Branches of a request share their common prefix."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vllm_omni_ext.model_plugins.bagel.prompts import Segment, Segments, TextSeg
 
 
 class Prefill:
-    """Contexts of one request.
+    """Computes and caches the contexts of one request.
 
-    The latents of a picture are sampled: their noise comes from the request's generator, in the order of first use.
+    The latents of a picture are sampled. Their noise comes from the request's generator, in the order of first use.
 
     Attributes:
         generator: the request's generator.
@@ -25,7 +25,7 @@ class Prefill:
         self._contexts: dict[Segments, Context] = {(): EMPTY}
 
     def context(self, segments: Segments) -> Context:
-        """Return the context after these segments; uses the results of earlier calls again."""
+        """Return the context after these segments; contexts of earlier calls are reused."""
         found = self._contexts.get(segments)
         if found is None:
             found = self._extended(self.context(segments[:-1]), segments[-1])
@@ -59,7 +59,11 @@ class Prefill:
 
     @torch.inference_mode()
     def draw_latents(self, pixels: Tensor) -> Tensor:
-        """Sample latents of `[3, height, width]`: `[channels, height / downsample, width / downsample]` float32."""
+        """Sample the latents of a picture `[3, height, width]`.
+
+        Returns:
+            Latents `[channels, height / downsample, width / downsample]` float32.
+        """
         vae = self._model.vae
         shape = (1, vae.sizes.channels, *(side // vae.sizes.downsample for side in pixels.shape[1:]))
         noise = torch.randn(shape, generator=self.generator)

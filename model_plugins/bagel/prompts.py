@@ -1,6 +1,6 @@
-"""Prompts of a request's rows before the image or the reply, as segments of three kinds.
+"""Converts texts and pictures to the prompts of a request, as segments of three types.
 
-Pure data (ids and pixels): nothing here computes with weights.
+Pure data (ids and pixels): the model's weights are not used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 Part = str | Image.Image
-"""An element of a prompt."""
+"""A text or a picture of a prompt."""
 
 MARKERS = 2
-"""Number of tokens around an image."""
+"""Number of marker tokens around an image."""
 
 THINK_THEN_ANSWER = (
     "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"
@@ -32,12 +32,12 @@ THINK_THEN_DRAW = (
     "The planning process is enclosed within <think> </think> tags, i.e. <think> planning process here </think> "
     "image here"
 )
-"""The system prompts that the model was trained with, which must match exactly."""
+"""The system prompts with which the model was trained; they must match exactly."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextSegment:
-    """A text, mostly between its start and end tokens; causal, one position per token."""
+    """A text, usually with start and end tokens. Its attention is causal; each token has one position."""
 
     ids: tuple[int, ...]
 
@@ -49,11 +49,11 @@ class TextSegment:
 
 @dataclass(frozen=True, eq=False)
 class VitSegment:
-    """A picture as input of the ViT; the whole picture has one position.
+    """A picture as input of the ViT; all its tokens have one position.
 
     Attributes:
         patches: `[n, patch * patch * 3]` float32.
-        places: `[n]` int64, in the table of patch positions.
+        places: `[n]` int64, indices in the table of patch positions.
     """
 
     patches: Tensor = field(repr=False)
@@ -67,11 +67,11 @@ class VitSegment:
 
 @dataclass(frozen=True, eq=False)
 class VaeSegment:
-    """A picture as latents without noise; the whole picture has one position.
+    """A picture as input of the autoencoder, whose latents get no noise; all its tokens have one position.
 
     Attributes:
         pixels: `[3, height, width]` float32 from -1 to 1.
-        rows, columns: of latent tokens.
+        rows, columns: number of rows and columns of latent tokens.
     """
 
     pixels: Tensor = field(repr=False)
@@ -94,8 +94,8 @@ class ImagePlan:
 
     Attributes:
         cond: the whole prompt.
-        text: the prompt without its last text; guidance leads away from this branch's prediction.
-        img: the prompt without its pictures, for guidance by pictures in the same way.
+        text: the prompt without its last text. Guidance by text increases the difference from this branch's prediction.
+        img: the prompt without its pictures. Guidance by pictures increases the difference from its prediction.
         size: height and width of the last picture after its resize, in pixels; None if there was no picture.
     """
 
@@ -109,7 +109,7 @@ class ImagePlan:
         return {"cond": self.cond, "text": self.text, "img": self.img}[name]
 
     def with_thought(self, thought: TextSegment) -> ImagePlan:
-        """Return the plan after the model has thought; guidance leads away from the thought too."""
+        """Return the plan with the model's thought at the end of `cond`, so that guidance includes the thought."""
         return replace(self, cond=(*self.cond, thought))
 
 
@@ -118,7 +118,7 @@ class Piece:
     """A text or a picture of an image request, as segments.
 
     Attributes:
-        segments: one of a text; the latents and the patches of a picture.
+        segments: one segment for a text; a `VaeSegment` and a `VitSegment` for a picture.
         size: height and width of a picture after its resize, in pixels; None for a text.
     """
 
@@ -127,7 +127,7 @@ class Piece:
 
 
 def image_plan(pieces: Sequence[Piece], system: TextSegment | None = None) -> ImagePlan:
-    """Plan an image from its pieces in their order; `system` precedes all prompts of a request that thinks."""
+    """Return the prompts of an image request from its pieces, in order; `system` is the system prompt of a thought."""
     cond: Segments = () if system is None else (system,)
     text: Segments = ()
     img, size = cond, None
@@ -141,15 +141,15 @@ def image_plan(pieces: Sequence[Piece], system: TextSegment | None = None) -> Im
 
 
 class Prompts:
-    """Turns user input into segments."""
+    """Converts texts and pictures of a user to segments."""
 
     def __init__(self, tokens: Tokens, sizes: BagelSizes) -> None:
         self._tokens, self._sizes = tokens, sizes
 
     def image(self, parts: Sequence[Part], *, think: bool = False) -> ImagePlan:
-        """Plan an image from texts and pictures in their order.
+        """Return the prompts of an image request from texts and pictures, in order.
 
-        Without pictures this is text to image, with pictures an edit. ParameterError if there are no parts.
+        Without pictures the request is text to image, with pictures an edit. ParameterError if there are no parts.
         """
         pieces = [
             Piece((self.text(part),)) if isinstance(part, str) else self.picture(self._resized(part))
@@ -158,7 +158,7 @@ class Prompts:
         return image_plan(pieces, self.text(THINK_THEN_DRAW) if think else None)
 
     def reply(self, parts: Sequence[Part], *, think: bool = False) -> Segments:
-        """Plan a text reply to texts and pictures in their order; only the ViT reads the pictures."""
+        """Return the prompt of a text reply from texts and pictures, in order; only the ViT reads the pictures."""
         found: Segments = (self.text(THINK_THEN_ANSWER),) if think else ()
         for part in _checked(parts):
             found = (*found, self.text(part) if isinstance(part, str) else self.patches(self._resized(part)))
@@ -169,7 +169,7 @@ class Prompts:
         return TextSegment(self._tokens.text(text))
 
     def picture(self, resized: Image.Image) -> Piece:
-        """Return the piece of a picture that is edited, in RGB and resized for the autoencoder."""
+        """Return the piece of a picture to edit, which is in RGB and resized for the autoencoder."""
         return Piece((self.latents(resized), self.patches(resized)), (resized.height, resized.width))
 
     def patches(self, picture: Image.Image) -> VitSegment:
@@ -183,7 +183,7 @@ class Prompts:
         return VitSegment(images.to_patches(pixels, vit.patch), images.places(*grid, vit.side))
 
     def latents(self, picture: Image.Image) -> VaeSegment:
-        """Return the autoencoder's input for a resized picture. The rule is applied again and may change the size."""
+        """Return the autoencoder's input for a resized picture, which is resized again: this may change its size."""
         pixels = images.to_pixels(images.resize(picture, self._sizes.vae_resize))
         of = self._sizes.token_pixels
         return VaeSegment(pixels, pixels.shape[1] // of, pixels.shape[2] // of)

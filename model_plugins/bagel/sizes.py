@@ -1,6 +1,6 @@
-"""Sizes of a checkpoint, read from the shapes of its weights where possible: some released configs are outdated.
+"""Reads the sizes of a checkpoint from the shapes of its weights where possible: some released configs are outdated.
 
-Only sizes that no shape shows are read from the configs: the number of ViT heads, epsilons, RoPE's base, the
+Only sizes that do not follow from shapes are read from the configs: the number of ViT heads, epsilons, RoPE's base, the
 autoencoder's scale and shift, and the limits of pictures.
 """
 
@@ -20,12 +20,12 @@ RELEASED_SCALE, RELEASED_SHIFT = 0.3611, 0.1159
 
 
 class CheckpointError(Exception):
-    """A checkpoint is not a BAGEL checkpoint that this package can compute; the message contains the reason."""
+    """A checkpoint is no BAGEL checkpoint, or is damaged or not supported; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlmSizes:
-    """The language model; both expert sets have the same sizes."""
+    """Sizes of the language model; both expert sets have the same sizes."""
 
     hidden: int
     feed_forward: int
@@ -40,7 +40,7 @@ class LlmSizes:
 
 @dataclass(frozen=True, slots=True)
 class VitSizes:
-    """The ViT; `side` is the number of rows and columns of its table of positions, `patch` is in pixels."""
+    """Sizes of the ViT. `side` is the number of rows and of columns of its table of positions, `patch` is in pixels."""
 
     hidden: int
     feed_forward: int
@@ -53,12 +53,13 @@ class VitSizes:
 
 @dataclass(frozen=True, slots=True)
 class VaeSizes:
-    """The autoencoder.
+    """Sizes of the autoencoder.
 
     Attributes:
-        widths: channels of each level, the finest first.
+        width: channels after the encoder's first convolution.
+        widths: channels of each level, the highest resolution first.
         blocks: residual blocks of an encoder level; a decoder level has one more.
-        channels: of a latent.
+        channels: channels of a latent.
         scale, shift: a latent is `(sample - shift) * scale`.
     """
 
@@ -86,10 +87,10 @@ class ResizeRule:
 
 @dataclass(frozen=True, slots=True)
 class BagelSizes:
-    """All sizes.
+    """All sizes of a checkpoint.
 
     Attributes:
-        latent_side: rows and columns of the table of latent positions, in latent tokens.
+        latent_side: number of rows and of columns of the table of latent positions, in latent tokens.
         latent_patch: latents per side of one latent token.
         vae_resize: rule for every input picture.
         vit_resize: rule for the ViT's input, which is a picture after `vae_resize`.
@@ -145,7 +146,7 @@ RELEASED = BagelSizes(
     vae_resize=ResizeRule(1024, 512, 16),
     vit_resize=ResizeRule(980, 224, 14),
 )
-"""BAGEL-7B-MoT as published, for measurements and plans without its files. A checkpoint's files have its own sizes."""
+"""Sizes of the published BAGEL-7B-MoT, for measurements and plans without its files."""
 
 
 def read_sizes(
@@ -154,7 +155,7 @@ def read_sizes(
     """Return the sizes of the checkpoint with these tensor shapes and configs.
 
     Raises:
-        CheckpointError: a tensor that the sizes are read from is missing, or has an impossible shape.
+        CheckpointError: a tensor from which sizes are read is missing, or has an invalid shape.
     """
     try:
         llm_sizes, vit_sizes, vae_sizes = _llm(ema, llm), _vit(ema, vit), _vae(ae, config.get("vae_config") or {})
@@ -225,7 +226,7 @@ def _vae(shapes: Shapes, config: Mapping[str, Any]) -> VaeSizes:
 
 
 def _rule(written: Any, released: ResizeRule, largest: int) -> ResizeRule:
-    """Return the checkpoint's own rule, else the released one; no side may exceed the table of positions."""
+    """Return the checkpoint's resize rule, or `released` without one, with sides of at most `largest` pixels."""
     try:
         rule = released if written is None else ResizeRule(*(int(number) for number in written))
     except (TypeError, ValueError):
@@ -234,7 +235,7 @@ def _rule(written: Any, released: ResizeRule, largest: int) -> ResizeRule:
 
 
 def _count(shapes: Shapes, prefix: str) -> int:
-    """Return how many numbers follow the prefix in tensor names: layers are numbered from 0."""
+    """Return the number of layers: how many different numbers, from 0 on, follow the prefix in tensor names."""
     found = {name.removeprefix(prefix).split(".", 1)[0] for name in shapes if name.startswith(prefix)}
     numbers = {int(text) for text in found if text.isdigit()}
     if not numbers or numbers != set(range(len(numbers))):

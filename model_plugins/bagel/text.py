@@ -1,4 +1,4 @@
-"""Text generation: one token of each running reply per forward pass."""
+"""Generates text: a forward pass computes one token of each running reply."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vllm_omni_ext.model_plugins.bagel.model import Bagel
 
 
 class RunningText:
-    """A running reply.
+    """A text that is being generated: a reply or a thought.
 
     Attributes:
-        ids: generated ids, beginning with a single start, or with `first`; the end is not included.
-        context: the context, up to and including the last computed id.
-        done: whether the end or the limit was reached.
+        ids: the start id (or `first`), followed by the generated ids without the end id.
+        context: keys and values of the prompt and of the ids computed so far.
+        done: whether the end id was generated or the limit was reached.
     """
 
     def __init__(self, model: Bagel, context: Context, max_tokens: int, first: int | None = None) -> None:
-        """Begin a reply of at most `max_tokens` ids after `context`, including the id `first`; None: the start."""
+        """Begin a text of at most `max_tokens` ids after `context`, including its first id (None: the start id)."""
         self.context = GrowingContext(context)
         self.ids: list[int] = [model.tokens.start if first is None else first]
         self.done = max_tokens <= 1
         self._max_tokens, self._end = max_tokens, model.tokens.end
 
     def add(self, id_: int) -> None:
-        """Add the id that was chosen."""
+        """Add a sampled id; the end id ends the text."""
         if id_ == self._end:
             self.done = True
         else:
@@ -38,10 +38,10 @@ class RunningText:
 
 @torch.inference_mode()
 def next_logits(model: Bagel, running: Sequence[RunningText]) -> Tensor:
-    """Compute the last id of each reply, in one forward pass; after an exception, all replies are as before.
+    """Compute the last id of each text, in one forward pass; after an exception, all texts are unchanged.
 
     Returns:
-        Logits of the next ids, `[replies, vocabulary]` float32.
+        Logits of the next ids, `[texts, vocabulary]` float32.
     """
     contexts = [reply.context for reply in running]
     layout = model.llm.text_layout(contexts, [1] * len(running))

@@ -13,10 +13,10 @@ _START, _END = "<|im_start|>", "<|im_end|>"
 
 
 class Tokens:
-    """The checkpoint's tokenizer.
+    """The checkpoint's tokenizer, with the ids of the special tokens.
 
     Attributes:
-        start, end: ids around every text; a reply begins after a single `start` and stops before `end`.
+        start, end: ids around every text. A reply follows one `start` and ends before `end`.
         image_start, image_end: ids of the markers around every image.
     """
 
@@ -36,7 +36,7 @@ class Tokens:
         return cls(Tokenizer.from_file(str(path)))
 
     def text(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text between its start and its end. ParameterError if the text is not valid Unicode."""
+        """Return `start`, the ids of a text, and `end`. ParameterError if the text is not valid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -50,7 +50,7 @@ class PixelAttention(nn.Module):
 
 
 class Middle(nn.Module):
-    """The coarsest level."""
+    """The layers at the lowest resolution: two residual blocks with attention between them."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Middle(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halves each side; zero padding only at the bottom and on the right."""
+    """Halves height and width, with zero padding only at the bottom and on the right."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Doubles each side."""
+    """Doubles height and width."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, then the resampling to the next."""
+    """Residual blocks of one resolution, followed by the resampling to the next resolution."""
 
     def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Encoder and decoder, always in float32."""
+    """The autoencoder: encoder and decoder, always in float32."""
 
     def __init__(self, sizes: VaeSizes) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class Autoencoder(nn.Module):
 
         Args:
             pixels: `[pictures, 3, height, width]` from -1 to 1.
-            noise: `[pictures, channels, height / downsample, width / downsample]` standard normal numbers.
+            noise: standard normal numbers, `[pictures, channels, height / downsample, width / downsample]`.
 
         Returns:
-            Latents, the shape of `noise`.
+            Latents in the shape of `noise`.
         """
         mean, log_variance = self.encoder(pixels).chunk(2, dim=1)
         return self.sizes.scale * (mean + torch.exp(0.5 * log_variance) * noise - self.sizes.shift)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents `[images, channels, h, w]` -> pixels `[images, 3, h * downsample, w * downsample]`, about -1 to 1."""
+        """Return pixels `[images, 3, h * downsample, w * downsample]`, about -1 to 1, of `[images, channels, h, w]`."""
         return self.decoder(latents / self.sizes.scale + self.sizes.shift)

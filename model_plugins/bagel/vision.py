@@ -1,4 +1,4 @@
-"""The ViT (SigLIP with patches of any number of rows and columns) and the connector to the language model."""
+"""The ViT (SigLIP, for any number of rows and columns of patches) and the connector to the language model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class VitLayer(nn.Module):
 
 
 class VisionModel(nn.Module):
-    """Turns the patches of a picture into tokens of the language model."""
+    """Computes the embeddings of a picture for the language model from its patches."""
 
     def __init__(self, sizes: VitSizes, hidden: int) -> None:
         super().__init__()
@@ -61,5 +61,5 @@ class VisionModel(nn.Module):
         return self.connector_down(F.gelu(self.connector_up(self.norm(x)), approximate="tanh"))
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        """Return the result of `connect` plus position embeddings: the embeddings between an image's markers."""
+        """Return the embeddings between a picture's markers: the result of `connect` plus position embeddings."""
         return self.connect(patches, places) + self.table[places]

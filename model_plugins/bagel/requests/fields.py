@@ -1,4 +1,4 @@
-"""Fields of a request, and the parameters of a picture that follow from them."""
+"""Defines the fields of a request, and converts them to the parameters of a picture."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ REFUSED: Mapping[str, str] = {
     "input_fidelity": "use cfg_img_scale to stay closer to the picture",
     "sigmas": "use num_timesteps and timestep_shift",
 }
-"""Fields of other servers and libraries without a counterpart in the model, and the reason or the replacement."""
+"""Rejected fields of other servers and libraries, each with the reason or the field to use instead."""
 
 _HARMLESS: tuple[Any, ...] = ("", [], 1, 1.0)
-"""Values of refused fields that change nothing."""
+"""Values of rejected fields that are accepted, because they have no effect."""
 
 
 class Fields(BaseModel):
-    """Fields of a request: the reference's parameters, and their names in other servers."""
+    """Request fields: the reference's parameters, and other servers' names of them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -99,9 +99,9 @@ class RequestedParameters:
     """The parameters of a picture that a request or the configuration sets.
 
     Attributes:
-        values: by their name in `ImageParameters`.
-        names: their names in the request, for errors.
-        sized: the picture's size in the request itself: height and width in pixels, or None.
+        values: values of the parameters, by their name in `ImageParameters`.
+        names: name of each parameter in the request, for errors.
+        sized: height and width in pixels that the request itself sets, each None if the request does not set it.
     """
 
     values: Mapping[str, Any]
@@ -109,7 +109,7 @@ class RequestedParameters:
     sized: tuple[int | None, int | None] = (None, None)
 
     def parameters(self, *, edit: bool) -> ImageParameters:
-        """Return all parameters; RequestError contains the name of the wrong field, as in the request."""
+        """Return all parameters; RequestError for an invalid value, with the field's name in the request."""
         values = {name: value for name, value in self.values.items() if not (edit and name in (HEIGHT, WIDTH))}
         return self.checked(lambda: image_parameters(values, edit=edit))
 
@@ -121,12 +121,12 @@ class RequestedParameters:
             raise self.error(error.parameter, str(error).removeprefix(f"{error.parameter}: ")) from error
 
     def error(self, parameter: str, message: str) -> RequestError:
-        """Return the error of a parameter, with its name in the request."""
+        """Return the error of a parameter, with the parameter's name in the request."""
         request_name = self.names.get(parameter, parameter)
         return RequestError(f"{request_name}: {message}", parameter=request_name)
 
     def refuse_other_size(self, picture: tuple[int, int]) -> None:
-        """Refuse a size that is not that of the edited picture, height and width in pixels."""
+        """Reject a requested size that differs from the edited picture's (height, width) in pixels."""
         for name, requested, side in zip((HEIGHT, WIDTH), self.sized, picture, strict=True):
             if requested is not None and requested != side:
                 size = f"{picture[1]}x{picture[0]}"
@@ -134,11 +134,11 @@ class RequestedParameters:
 
 
 def requested_parameters(given: Mapping[str, Any], stage: Any, configured: Mapping[str, Any]) -> RequestedParameters:
-    """Collect the parameters of a request; its own fields override the stage's parameters.
+    """Return the parameters of a request. Its own fields override the parameters of the stage.
 
     Args:
         given: fields of the request, by name.
-        stage: the request's `DitParams`, which contain the configured ones; None if it has none.
+        stage: the request's `DitParams`, which include the configured values; None: only the configured values apply.
         configured: `stages.dit.params` of the stage config.
 
     Raises:
@@ -159,7 +159,7 @@ def requested_parameters(given: Mapping[str, Any], stage: Any, configured: Mappi
 
 
 def _own(given: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return the parameters among a request's fields: value and name in the request, by parameter."""
+    """Return (value, name in the request) of each parameter that a request's fields set, by parameter name."""
     names = set(DitParams.__struct_fields__)
     found = {name: (value, name) for name, value in given.items() if name in names and value is not None}
     if (steps := given.get(STEPS)) is not None:

@@ -1,4 +1,4 @@
-"""Flows of a picture through the stages. Pure. A request for text alone is a `ForwardFlow`."""
+"""Flows of picture requests through the stages. Pure. A request for text alone has a `ForwardFlow`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
 
 class DrawFlow:
-    """A picture that `dit` makes by itself, with a thought of its own if the parameter `think` is true.
+    """Flow of a picture that `dit` generates alone, including the thought if the parameter `think` is true.
 
     Args:
         draw: the message to `dit`.
-        text: the thought is the text of the answer.
+        text: whether the answer has the thought as its text.
         pixels: pixels per latent token along a side.
     """
 
@@ -84,15 +84,15 @@ class DrawFlow:
 
 
 class ThinkFlow(DrawFlow):
-    """A picture that `ar` thinks about first.
+    """Flow of a picture whose thought `ar` generates before `dit` generates the picture.
 
     Args:
         draw: the message to `dit`, without the thought.
-        prompt: ids after which `ar` writes the thought.
+        prompt: token ids of the prompt of the thought, for `ar`.
         end: id that ends the thought.
-        params: parameters of `ar`.
+        params: sampling parameters of `ar`.
         pixels: pixels per latent token along a side.
-        text: the thought is the text of the answer.
+        text: whether the answer has the thought as its text.
     """
 
     stages = frozenset((AR, DIT))
@@ -108,7 +108,7 @@ class ThinkFlow(DrawFlow):
         return [self._open()]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Collect the thought, then send the picture to `dit`."""
+        """Collect the tokens of the thought from `ar`; at its end, submit the picture to `dit`."""
         if event.stage != AR:
             return super().handle(event)
         if isinstance(event.payload, StageError):

@@ -1,4 +1,4 @@
-"""BAGEL over HTTP: chat, `/v1/images/generations` and `/v1/images/edits`."""
+"""HTTP interface of BAGEL: chat, `/v1/images/generations` and `/v1/images/edits`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "moderation": ("auto", "low"),
     "style": (),
 }
-"""Values of OpenAI's fields that match the model's fixed behaviour."""
+"""Accepted values of OpenAI's fields: those that match the model's fixed behaviour."""
 
 INSTEAD: Mapping[str, str] = {
     "quality": "use num_inference_steps",
@@ -33,7 +33,7 @@ INSTEAD: Mapping[str, str] = {
 
 
 class BagelHttp(HttpSurface):
-    """Chat and pictures."""
+    """Serves picture requests in addition to chat."""
 
     apis = (IMAGES,)
 
@@ -49,11 +49,11 @@ class BagelHttp(HttpSurface):
         return replace(options, modalities=(*options.modalities, THOUGHT))
 
     async def image(self, body: Any, options: RequestOptions, server: OmniServer) -> tuple[Rendered, RequestOptions]:
-        """Turn a prompt, after its pictures, into a request for one picture.
+        """Return the request for one picture from the body's pictures and its prompt, and the options.
 
         Raises:
-            RequestError: the prompt is empty, a picture has too many tokens, or the body contains a value that the
-                model cannot follow.
+            RequestError: the prompt is empty, a picture has too many tokens, or the body has a value that the model
+                does not support.
         """
         _refuse_latents(options)
         refuse_others(body)
@@ -68,7 +68,7 @@ class BagelHttp(HttpSurface):
 
 
 def refuse_others(body: Any) -> None:
-    """Refuse OpenAI's fields with values that the model cannot follow; RequestError contains the field's name."""
+    """Reject unsupported values of OpenAI's fields, with a RequestError that contains the field's name."""
     for name, allowed in ACCEPTED.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:
@@ -79,7 +79,7 @@ def refuse_others(body: Any) -> None:
 
 
 def _refuse_large(pictures: Sequence[Any], server: OmniServer) -> None:
-    """Refuse pictures of more tokens than `max_media_tokens`; the ViT's tokens count, as in a chat."""
+    """Reject pictures with more ViT tokens than `max_media_tokens`, as in a chat."""
     if (most := server.max_media_tokens) is None:
         return
     for picture in pictures:

@@ -1,4 +1,4 @@
-"""Turns a rendered prompt, or a text and pictures, into the parts that `dit` receives."""
+"""Converts a rendered prompt, or a text and pictures, to the parts that the stage `dit` receives."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ PICTURE = "picture"
 
 
 def split_prompt(ids: Sequence[int], features: Sequence[Any], tokens: Tokens) -> list[Part]:
-    """Split a prompt at its pictures and at its start and end ids.
+    """Return the texts and pictures of a prompt, which is split at its pictures and at its start and end ids.
 
-    Text outside of start and end is a text too. A start without anything after it is the prompt of a reply and is left
-    out.
+    Ids outside of start and end are a text too. A start id at the end of the prompt, which begins a reply, is left out.
 
     Args:
-        ids: token ids, in which each picture has placeholders.
+        ids: token ids of the prompt, with a placeholder for each picture.
         features: vLLM's `MultiModalFeatureSpec`s of the prompt.
         tokens: the tokenizer.
     """
@@ -61,7 +60,7 @@ def _texts(ids: Sequence[int], tokens: Tokens) -> list[Text]:
 
 
 def text_part(ids: Sequence[int], tokens: Tokens) -> Text:
-    """Return a text with its start and end."""
+    """Return a text with start and end ids."""
     return Text([tokens.start, *ids, tokens.end])
 
 
@@ -72,7 +71,7 @@ def _picture(feature: Any) -> Picture:
 
 
 def picture_part(picture: Image.Image, rule: ResizeRule) -> Picture:
-    """Return a picture, resized by the autoencoder's rule."""
+    """Return the part of a picture, resized by the autoencoder's rule."""
     return _as_part(np.asarray(resize(to_rgb(picture), rule)))
 
 

@@ -16,7 +16,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 class DitParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the stage `dit`, with their names in the reference implementation.
 
-    None: the default of the task, text to image or edit (`parameters.image_parameters`). Values are checked there too.
+    None: the default of text to image or of an edit (`parameters.image_parameters`, which checks the values too).
     """
 
     height: Positive | None = None
@@ -57,15 +57,15 @@ def last_size(parts: Sequence[Part]) -> tuple[int, int] | None:
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, tag="draw"):
-    """One picture. The same message makes the same picture in every replica.
+    """The message that requests one picture. The same message gives the same picture in every replica.
 
     Attributes:
         parts: texts and pictures of the client, in order, without the system prompt.
-        parameters: all of them set, except height and width, and the seed is given.
-        thought: ids that the stage `ar` generated, without the start; None: if `parameters.think`, this stage writes
-            the thought itself.
+        parameters: parameters of the picture, all of them set by `BagelRuntime`.
+        thought: token ids that the stage `ar` generated, without the start id. None: `dit` generates the thought itself
+            if `parameters.think` is set.
         previews: number of previews.
-        latent: the answer contains the latent.
+        latent: whether the answer contains the latent.
     """
 
     parts: list[Part]
@@ -76,14 +76,14 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, tag="draw"):
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag="drawn"):
-    """A finished picture.
+    """The message with a finished picture.
 
     Attributes:
         pixels: uint8 [height, width, 3], row by row.
         latent: float32 [tokens, channels], row by row; None if it was not requested.
-        thought: the text that the model planned; None if the request did not think.
-        thought_tokens: number of its tokens, without start and end.
-        seconds: time spent by part: "queue", "prefill", "think", "steps", "vae".
+        thought: the text of the thought; None for a request without a thought.
+        thought_tokens: number of tokens of the thought, without start and end ids.
+        seconds: duration of each part of the work: "queue", "prefill", "think", "steps", "vae".
     """
 
     height: int
@@ -96,7 +96,10 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag="drawn"):
 
 
 class Preview(msgspec.Struct, frozen=True, kw_only=True, tag="preview"):
-    """The picture as `done` of `total` steps predict it; `number` counts previews from 0. `pixels` as in `Drawn`."""
+    """The message with a preview: the picture predicted after `done` of `total` denoise steps.
+
+    `number` counts previews from 0. `pixels` has the format of `Drawn`.
+    """
 
     number: int
     height: int

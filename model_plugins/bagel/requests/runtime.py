@@ -1,4 +1,4 @@
-"""Checks requests and plans their flows."""
+"""Checks BAGEL requests and creates their flows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SEED_BITS = 63
 
 
 class BagelRuntime:
-    """Plans requests of one checkpoint."""
+    """Checks the requests of one checkpoint, and creates their flows."""
 
     fields = Fields
 
@@ -66,14 +66,14 @@ class BagelRuntime:
         return Tokens.from_directory(checkpoint_directory(self._context.model_config))
 
     def capabilities(self) -> Capabilities:
-        """Return text, pictures, or pictures with the text that the model thinks first."""
+        """Return the output modalities, text and pictures, and the stages of each type of request."""
         draw = frozenset((DIT,))
         text, think = (frozenset((AR,)), ThinkFlow.stages) if self._separate else (draw, draw)
         routes = {TEXT: text, IMAGE: draw, THINK: think, EDIT: draw}
         return Capabilities(modalities=(TEXT, IMAGE), default_modalities=(TEXT,), routes=routes)
 
     def validate(self, options: RequestOptions) -> None:
-        """Check everything that does not depend on the prompt; RequestError names the field."""
+        """Check all options that do not depend on the prompt; RequestError contains the field's name."""
         for modality in options.modalities:
             if modality not in (TEXT, IMAGE, THOUGHT):
                 raise RequestError(
@@ -90,10 +90,10 @@ class BagelRuntime:
             raise requested.error(THINK, message)
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
-        """Choose the stages of a request.
+        """Return the flow of a request.
 
         Raises:
-            RequestError: the prompt is empty or too long, or the pipeline cannot think about its pictures.
+            RequestError: the prompt is empty or too long, or the pipeline does not support a thought with pictures.
         """
         if IMAGE not in options.modalities:
             return Planned(flow=ForwardFlow(self._context.frontend))
@@ -104,12 +104,12 @@ class BagelRuntime:
         return self._draw(parts, self._requested(options), options)
 
     def parts(self, pictures: Sequence[Any], ids: Sequence[int]) -> list[Part]:
-        """Return the parts of a prompt of pictures and a text after them; resizes, so it belongs in a thread."""
+        """Return the parts of a prompt: pictures, then a text. Call it in a thread, since it resizes the pictures."""
         rule = self.sizes.vae_resize
         return [*(picture_part(picture, rule) for picture in pictures), text_part(ids, self.tokens)]
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Return the answer of `dit`."""
+        """Return the answer of `dit`, decoded from its output tensor."""
         return msgspec.msgpack.decode(tensor.numpy().tobytes(), type=payloads.DitAnswer)
 
     def _requested(self, options: RequestOptions) -> RequestedParameters:
@@ -156,7 +156,7 @@ class BagelRuntime:
         return payloads.DitParams(**values)
 
     def _think(self, draw: Draw, requested: RequestedParameters, *, text: bool) -> Planned:
-        """Plan a picture that `ar` thinks about."""
+        """Return the flow of a picture whose thought `ar` generates."""
         tokens, pixels = self.tokens, self.sizes.token_pixels
         prompt = [*tokens.text(THINK_THEN_DRAW), *text_ids(draw.parts), tokens.start]
         most = (draw.parameters.max_think_token_n or 1) - 1
@@ -173,7 +173,7 @@ class BagelRuntime:
 
 
 def _refuse_fields_of_pictures(options: RequestOptions) -> None:
-    """Refuse fields that only pictures have, except the seed, which texts have too."""
+    """Reject fields of picture requests in a request without a picture, except the seed, which texts have too."""
     if options.fields.get(THINK):
         message = f'{THINK}: is for pictures; for a text, begin with a system message "{THINK_THEN_ANSWER}"'
         raise RequestError(message, parameter=THINK)

@@ -1,6 +1,6 @@
-"""The thought that the model wrote before the picture, as an output in addition to the picture.
+"""Modality of the thought, the text that the model generates before a picture; an output in addition to the picture.
 
-It is `message.reasoning` in a chat, where vLLM puts the reasoning of language models, and `think_text` in Python.
+In a chat it is `message.reasoning`, as vLLM returns the reasoning of language models. In Python it is `think_text`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "thought"
 
 @dataclass(frozen=True, kw_only=True)
 class ThoughtChunk(OutputChunk):
-    """The whole thought, and the number of its tokens."""
+    """An output with the whole text of the thought and its number of tokens."""
 
     modality: ClassVar[str] = NAME
     text: str
@@ -24,13 +24,13 @@ class ThoughtChunk(OutputChunk):
 
 
 class ThoughtStream(ModalityStream):
-    """The thought of one streamed answer."""
+    """Streams the thought of one chat answer, and counts its tokens."""
 
     def __init__(self) -> None:
         self._tokens = 0
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
-        """Return the choice with the thought."""
+        """Return the streamed choice whose delta contains the thought as `reasoning`."""
         assert isinstance(chunk, ThoughtChunk)
         self._tokens += chunk.tokens
         return [{"index": 0, "delta": {"reasoning": chunk.text}, "logprobs": None, "finish_reason": None}]
@@ -40,7 +40,7 @@ class ThoughtStream(ModalityStream):
 
 
 class Thought(Modality):
-    """The modality."""
+    """The modality "thought": its output in chats, streams and Python."""
 
     name = NAME
     chunk = ThoughtChunk
@@ -57,7 +57,7 @@ class Thought(Modality):
         return ThoughtStream()
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
-        """Return `think_text`; None if the model did not think."""
+        """Return `think_text`, the text of the thought; its value is None without a thought."""
         found = [chunk for chunk in chunks if isinstance(chunk, ThoughtChunk)]
         return {"think_text": _joined(found) if found else None}
 

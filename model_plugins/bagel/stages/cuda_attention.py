@@ -1,4 +1,4 @@
-"""Attention of rows of different lengths by vLLM's FlashAttention: one kernel for all rows of a step."""
+"""Computes attention of rows of different lengths with vLLM's FlashAttention: one kernel for all rows of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
-    """Return the fastest implementation for a model on that device."""
+    """Return FlashAttention if the device, the dtype and the head size allow it, else `sdpa`."""
     if device.type != "cuda" or dtype not in _DTYPES:
         return sdpa
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_flash_attn_varlen_func_available
@@ -23,9 +23,9 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> At
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, version: int) -> Tensor:
-    """Attend within rows, with that version of the kernel; an `Attention` for bfloat16 and float16 on CUDA.
+    """Attend within rows with this version of FlashAttention; an `Attention` for bfloat16 and float16 on CUDA.
 
-    With fewer queries than keys, the kernel's causal mask ends at the last key, as that of `sdpa` does.
+    With fewer queries than keys, the kernel's causal mask aligns the last query with the last key, as `sdpa` does.
     """
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 

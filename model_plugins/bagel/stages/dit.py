@@ -1,4 +1,4 @@
-"""The stage `dit`: makes pictures; as the only stage of a pipeline it also reads pictures and writes text."""
+"""The stage `dit`: generates pictures; as the only stage of a pipeline it also reads pictures and generates text."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ log = logging.getLogger(__name__)
 
 
 Job: TypeAlias = Drawing | Reply
-"""A request of the stage. Its next work is a turn (`needs_turn`), a denoise step (`denoises`) or a token (`writes`)."""
+"""A request of the stage. The next work of a request is a turn (a prefill or a use of the autoencoder: `needs_turn`), a
+denoise step (`denoises`), or a token (`writes`)."""
 
 _FATAL = (torch.AcceleratorError,)
-"""After these the device cannot be used any more: the engine ends, and its supervisor starts it again."""
+"""Errors after which the device cannot be used: the engine ends, and its supervisor starts it again."""
 
 
 class BagelDit(PlainModel):
-    """Makes pictures, all running ones in one denoise step.
+    """Generates pictures; a denoise step computes all running pictures together.
 
-    An engine step is at most one turn (prefill or autoencoder) of one request, then one denoise step of all running
-    pictures, then one token of each running text. A request that used the autoencoder does nothing else in that step.
+    An engine step computes at most one turn (prefill or autoencoder) of one request, then one denoise step of all
+    running pictures, then one token of each running text. A request that has used the autoencoder has no other work in
+    that step.
 
     Attributes:
         bagel: the model; set by `load_weights`, or at once with `load_format: dummy`.
@@ -70,7 +72,7 @@ class BagelDit(PlainModel):
         self._denoiser = Denoiser(self.bagel)
 
     def warm_up(self) -> None:
-        """Compile and warm up on a GPU. Compiling can be switched off with torch's variable TORCH_COMPILE_DISABLE=1."""
+        """Compile and warm up on a GPU. The environment variable TORCH_COMPILE_DISABLE=1 turns compilation off."""
         if self.bagel.device.type != "cpu":
             warm_up(self.bagel, compiled=True)
 
@@ -87,11 +89,11 @@ class BagelDit(PlainModel):
         answers |= self._together(self._denoise, [r for r in req_ids if r not in answers and self._jobs[r].denoises])
         answers |= self._together(self._write, [r for r in req_ids if r not in answers and self._jobs[r].writes])
         if self.bagel.device.type != "cpu":
-            torch.accelerator.synchronize(self.bagel.device)  # progress and aborts must not lag behind the work
+            torch.accelerator.synchronize(self.bagel.device)  # else progress would be sent before its work is done
         return answers
 
     def _turn(self, req_ids: Sequence[str]) -> dict[str, Answer]:
-        """Do the turn of the first request that needs one, and put that request behind all others."""
+        """Compute the turn of the first request that needs a turn, and move that request to the end of the order."""
         known = set(req_ids)
         req_id = next((r for r, each in self._jobs.items() if r in known and each.needs_turn), None)
         if req_id is None:
@@ -102,7 +104,7 @@ class BagelDit(PlainModel):
     def _together(
         self, work: Callable[[Sequence[str]], dict[str, Answer]], req_ids: Sequence[str]
     ) -> dict[str, Answer]:
-        """Do work for requests together. If it fails, do it for each alone, so that the other requests do not fail."""
+        """Call `work` for all requests; after an exception call it for each request alone, so that only some fail."""
         if not req_ids:
             return {}
         try:
@@ -133,7 +135,7 @@ class BagelDit(PlainModel):
 
 @MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
 class BagelSingle(BagelDit, SupportsMultiModal):
-    """Makes pictures, and answers ordinary requests of vLLM with text, token by token."""
+    """Generates pictures, and generates text for ordinary requests of vLLM, token by token."""
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -149,7 +151,7 @@ class BagelSingle(BagelDit, SupportsMultiModal):
 
 
 def _attributed(req_id: str, work: Callable[[], Answer | None]) -> dict[str, Answer]:
-    """Do work of one request; an exception ends that request."""
+    """Call `work` of one request; return its answer by request id. An exception ends the request with an error."""
     try:
         answer = work()
     except _FATAL:
@@ -160,7 +162,10 @@ def _attributed(req_id: str, work: Callable[[], Answer | None]) -> dict[str, Ans
 
 
 def _failed(req_id: str, error: Exception) -> Answer:
-    """Return the answer of a request that an exception ends; a ValueError's message is for the client."""
+    """Return the answer of a request that an exception has ended; the client receives the exception's message.
+
+    An exception other than ValueError is also logged.
+    """
     if isinstance(error, ValueError):
         return Answer(StageError(str(error)))
     log.error("request %s failed", req_id, exc_info=error)
@@ -168,11 +173,11 @@ def _failed(req_id: str, error: Exception) -> Answer:
 
 
 def warm_up(model: Bagel, *, compiled: bool) -> None:
-    """Make pictures of the smallest size, one alone and then two together.
+    """Generate pictures of the smallest size, first one and then two together, so that kernels are compiled.
 
     Args:
         model: the model with its weights.
-        compiled: compile the layers first. If that fails, the reason is logged, and the layers stay as they are.
+        compiled: compile the layers first. If that fails, the reason is logged, and the layers run without compilation.
     """
     if compiled:
         model.llm.compile_layers()

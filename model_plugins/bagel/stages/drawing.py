@@ -1,7 +1,7 @@
-"""One picture in the stage `dit`, from its message to its answer, as turns and steps.
+"""State of one picture request in the stage `dit`, from its message to its answer.
 
-A turn is a prefill or a use of the autoencoder; the stage gives one turn per engine step, to one request. All other
-work is done in steps that the stage takes for all requests together.
+A turn is a prefill or a use of the autoencoder: in each engine step, the stage computes one turn of one request. All
+other work is done in steps that the stage computes for all requests together.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from vllm_omni_ext.wire.envelope import StageProgress
 
 
 class Drawing:
-    """A picture request.
+    """A picture request in the stage `dit`.
 
     Attributes:
-        image: the image between prefill and answer; None before.
-        text: the thought while the model writes it.
+        image: the running image; None before the prefill has ended.
+        text: the thought while the model generates it, else None.
     """
 
     def __init__(self, model: Bagel, draw: Draw, waited: float) -> None:
-        """Check a request that waited for `waited` seconds before it was opened. ValueError: it cannot succeed."""
+        """Check a request that waited for `waited` seconds in the queue. ValueError: the request is invalid."""
         self._parameters = check(draw, model.sizes)
         self._model, self._draw = model, draw
         self._seconds = {"queue": waited}
@@ -63,7 +63,7 @@ class Drawing:
         return self.text is not None and not self.text.done
 
     def turn(self) -> Answer | None:
-        """Do the request's next prefill, or use the autoencoder; returns an answer in the second case."""
+        """Compute the request's next prefill and return None, or decode with the autoencoder and return the answer."""
         if self.image is None:
             self._begin()
             return None
@@ -72,7 +72,7 @@ class Drawing:
         return self._finish()
 
     def _begin(self) -> None:
-        """Prefill the prompt, and after a thought the thought, until the image or the thought can start."""
+        """Prefill the prompt and start the thought; after a thought, or without one, prefill and start the image."""
         model, thinks = self._model, self._parameters.think
         prompts = Prompts(model.tokens, model.sizes)
         if self._plan is None or self._prefill is None:
@@ -97,7 +97,7 @@ class Drawing:
         self._spent("prefill")
 
     def denoised(self, evaluation: Evaluation) -> Answer:
-        """Record a denoise step; returns the progress."""
+        """Record a denoise step; return the progress as an answer."""
         assert self.image is not None
         done, total = self.image.index, self._parameters.evaluations
         if done in self._preview_steps:
@@ -140,14 +140,14 @@ class Drawing:
         )
 
     def _spent(self, name: str) -> None:
-        """Add the time since the last call to a part of the answer's `seconds`."""
+        """Add the time since the last call to the entry `name` of the answer's `seconds`."""
         now = time.perf_counter()
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
 
 
 def preview_steps(evaluations: int, previews: int) -> list[int]:
-    """Return after which evaluations a preview is shown: evenly spread, at most one each, and none after the last."""
+    """Return the numbers of evaluations after which a preview is sent: at most one after each except the last."""
     number = min(previews, evaluations - 1)
     return [evaluations * at // (number + 1) for at in range(1, number + 1)]
 

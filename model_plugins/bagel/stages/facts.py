@@ -1,4 +1,6 @@
-"""Lengths, and memory on a CUDA device, of the stages of a BAGEL checkpoint. Imports no vLLM.
+"""Context lengths, and memory on a CUDA device, of the stages of a BAGEL checkpoint, for the planner.
+
+This module imports no vLLM.
 
 Activations are the tensors that are alive at the same time in the largest layer, counted by hand and not measured on a
 GPU.
@@ -26,30 +28,31 @@ WEIGHTS = {
         WeightPart(names="", split=False),
     ),
 }
-"""The weights of each stage: `ar` has those for text and the ViT, `dit` has all."""
+"""Tensors of each stage by name: `ar` has the weights for text and the ViT, `dit` has all weights."""
 
 VAE_TENSORS = 4
 """Tensors of the size of the decoder's largest activation that are alive at the same time."""
 
 PROMPT_TOKENS = 512
-"""Tokens of texts, added to the largest picture in the estimate of a request's context."""
+"""Number of text tokens that is added to the largest picture's tokens in the estimate of a request's context."""
 
 STEP_HIDDEN = 6
-"""Tensors `[tokens, hidden]`: hidden state, residual, their normed copies, the step's embeddings, attended values."""
+"""Number of tensors `[tokens, hidden]` that are alive at the same time: hidden state, residual, their normed copies,
+the step's embeddings, attended values."""
 
 
 def facts(
     hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
 ) -> dict[str, StageFacts]:
-    """Return the facts that the planner needs of each stage: weight sizes, context length, default parameters.
+    """Return the facts that the planner needs of each stage: weight sizes, context length, activations, KV cache.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
         params: default parameters by stage; no fact depends on them.
-        stored: all tensors of the checkpoint; None: its files are not on this machine, and its weights are those of
-            the model that the config describes.
+        stored: all tensors of the checkpoint; None: its files are not on this machine, and the weights are computed
+            from the config.
 
-    The length of `dit` is also the number of tokens of its denoise steps, unless the user sets another one.
+    The context length of `dit` is also the limit of tokens in a denoise step, unless the user sets another limit.
     """
     sizes = config_sizes(hf_config)
     tensors = model_tensors(sizes) if stored is None else stored
@@ -76,7 +79,7 @@ def facts(
             max_model_len=length,
             weights=weights["dit"],
             step_elements=STEP_HIDDEN * llm.hidden + split_step,
-            # The autoencoder is float32: two elements of 16 bits for each of its own.
+            # The autoencoder is float32: each of its elements counts as two elements of 16 bits.
             pass_elements=2 * VAE_TENSORS * longest**2 * max(sizes.vae.widths[:2]),
             sequence_elements=context * kv_bytes_per_token(llm, 1),
         ),
@@ -84,9 +87,9 @@ def facts(
 
 
 def config_sizes(hf_config: Any) -> BagelSizes:
-    """Return the sizes as a config has them, and those of the release where it has none.
+    """Return the sizes that a config contains; sizes that it lacks are the release's.
 
-    They may differ from the weights' sizes, which only their files show: the release counts one ViT layer too many.
+    They may differ from the sizes of the weights: the released config counts one ViT layer too many.
     """
     llm, vit, vae = hf_config.llm_config, hf_config.vit_config, getattr(hf_config, "vae_config", None) or {}
     return replace(
@@ -128,7 +131,7 @@ def config_sizes(hf_config: Any) -> BagelSizes:
 
 
 def model_tensors(sizes: BagelSizes) -> StoredTensors:
-    """Return the tensors of a model of these sizes, in 16 bits; those that the model concatenates are one."""
+    """Return the tensors of a model of these sizes, in 16 bits; tensors that the model concatenates count as one."""
     import torch
 
     from vllm_omni_ext.model_plugins.bagel.checkpoint import model_sources
@@ -144,9 +147,9 @@ def model_tensors(sizes: BagelSizes) -> StoredTensors:
 
 
 def _encoder(sizes: BagelSizes) -> EncoderMemory:
-    """Return the activations of the ViT for one patch.
+    """Return the memory of the ViT's activations for one patch.
 
-    Every device holds its pixels in float32 and in 16 bits, hidden state, residual and normed copies; tensor
+    Every device stores the patch's pixels in float32 and in 16 bits, hidden state, residual and normed copies. Tensor
     parallelism divides queries, keys and values, attention's output, and the inner activations of the MLP.
     """
     vit, longest = sizes.vit, sizes.vae_resize.longest

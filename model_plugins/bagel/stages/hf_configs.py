@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 
 def ar(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config with M-RoPE, which lets all tokens of a picture have one position.
+    """Return the config with M-RoPE, with which all tokens of a picture can have one position.
 
-    All three rows of positions are equal, so the sections do not matter: everything is in the first one.
+    All three rows of positions are equal, so the sections have no effect: the first section has all dimensions.
     """
     if hasattr(config, "llm_config"):
         llm = config.llm_config
@@ -22,12 +22,12 @@ def ar(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def dit(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the stage that makes pictures."""
+    """Return the config of the stage that generates pictures."""
     return _named(config, "BagelDit")
 
 
 def single(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of the stage that does everything."""
+    """Return the config of the single stage that generates texts and pictures."""
     return _named(config, "BagelSingle")
 
 

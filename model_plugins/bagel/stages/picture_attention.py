@@ -1,9 +1,10 @@
-"""Full attention inside pictures on a CPU, where vLLM's backend has only causal attention for prompts.
+"""Computes full attention inside pictures on a CPU, where vLLM's backend has only causal attention for prompts.
 
-vLLM gives every backend the ranges of a prompt that attend to each other (`mm_req_doc_ranges`), and its backends for
-GPUs use them. Here the metadata of a step is divided at the borders of the ranges. Each piece becomes a sequence of its
-own with the same blocks of the KV cache, causal or not. A step writes all its keys and values before it reads any. A
-piece attends to no later piece, and a picture's piece attends to all of the picture.
+vLLM passes every backend the ranges of a prompt whose tokens attend to each other (`mm_req_doc_ranges`); its backends
+for GPUs use them. Here the metadata of a step is divided at the borders of the ranges. Each piece becomes a separate
+sequence with the same blocks of the KV cache, causal for text and not causal for a picture. This gives the right result
+because a step writes all its keys and values before it reads any: a piece attends to no later piece, and a picture's
+piece attends to all of the picture.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
-"""For each sequence of a step the first and last positions of its pictures."""
+"""For each sequence of a step, by its index, the (first, last) positions of its pictures."""
 
 
 class Piece(NamedTuple):
@@ -28,9 +29,9 @@ class Piece(NamedTuple):
 
     Attributes:
         row: index of the sequence.
-        tokens: number of tokens.
-        stop: number of tokens of the sequence up to the end of the piece: the keys that it attends to.
-        causal: whether tokens attend to later tokens of the piece.
+        tokens: number of tokens of the piece.
+        stop: number of tokens of the sequence up to the end of the piece, which is the number of its keys.
+        causal: whether a token attends only to itself and earlier tokens; False: to all tokens of the piece too.
     """
 
     row: int
@@ -45,7 +46,7 @@ def divided(lengths: Sequence[int], stops: Sequence[int], ranges: Ranges) -> Ite
     Args:
         lengths: tokens of each sequence in this step.
         stops: length of each sequence after this step.
-        ranges: pictures; their positions outside this step are ignored.
+        ranges: positions of pictures; positions outside this step are ignored.
     """
     for row, (length, stop) in enumerate(zip(lengths, stops, strict=True)):
         at = stop - length
@@ -62,7 +63,7 @@ def divided(lengths: Sequence[int], stops: Sequence[int], ranges: Ranges) -> Ite
 
 
 class PictureAttentionBuilder(CPUAttentionMetadataBuilder):
-    """Divides a step with pictures before it makes vLLM's metadata."""
+    """Divides a step with pictures into pieces, then builds vLLM's metadata."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -1,8 +1,8 @@
-"""vLLM's multimodal processor of both pipelines: reads pictures and puts their places into the prompt.
+"""vLLM's multimodal processor of both pipelines: resizes pictures and inserts their placeholders into the prompt.
 
 An item has two uint8 tensors: `picture`, resized for the autoencoder, and `vit`, the same picture resized for the ViT.
-In the prompt it is a start marker, one pad token for each patch, and an end marker; all of them are embeddings of the
-item, because all of them attend to each other.
+Its placeholder is a start marker, one pad token for each patch, and an end marker. The item's embeddings replace all of
+these tokens, including the markers, because all of them attend to each other.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ VIT = "vit"
 """Field of an item: uint8 `[height, width, 3]` RGB, the item's `PICTURE` resized by `BagelSizes.vit_resize`."""
 
 PAD = "<|image_pad|>"
-"""Stands for one picture in a prompt before processing, and for one patch after it."""
+"""Placeholder token: of one picture in a prompt before processing, and of one patch after processing."""
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 _CHANNELS = (1, 3, 4)
 
 
 class PictureParser(MultiModalDataParser):
-    """Converts pictures to RGB as the reference does, before vLLM converts them in its own way."""
+    """Converts pictures to RGB as the reference does, before vLLM's different conversion."""
 
     def _parse_image_data(self, data: Any) -> Any:
         several = isinstance(data, Sequence)
@@ -63,7 +63,7 @@ def _upright(item: Any) -> Any:
 
 
 class PictureInfo(BaseProcessingInfo):
-    """Facts about the checkpoint for the processor."""
+    """Gives vLLM and the processor the checkpoint's sizes, token ids and limits of pictures."""
 
     @cached_property
     def sizes(self) -> BagelSizes:
@@ -95,7 +95,7 @@ class PictureInfo(BaseProcessingInfo):
 
 
 class PictureDummies(BaseDummyInputsBuilder[PictureInfo]):
-    """Makes the largest input, with which vLLM measures memory."""
+    """Creates the largest input, with which vLLM profiles memory."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return PAD * mm_counts.get(IMAGE, 0)
@@ -109,9 +109,9 @@ class PictureDummies(BaseDummyInputsBuilder[PictureInfo]):
 
 
 class PictureProcessor(BaseMultiModalProcessor[PictureInfo]):
-    """Resizes pictures and replaces each `<|image_pad|>` by a picture's tokens.
+    """Resizes pictures and replaces each `<|image_pad|>` by the placeholder of a picture.
 
-    A prompt without any `<|image_pad|>` has its pictures before its text.
+    In a prompt without `<|image_pad|>`, the pictures are inserted before the text.
     """
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
@@ -155,8 +155,8 @@ def with_pads(prompt: Sequence[int], pictures: int, markers: tuple[int, int, int
     """Return a prompt with one pad token for each picture.
 
     Args:
-        prompt: token ids. A pad token between the two markers, as other models have it, becomes a lone pad token.
-        pictures: number of pictures; if there is no pad token, they come first.
+        prompt: token ids. The two markers around a pad token, which other models use, are removed.
+        pictures: number of pictures; without a pad token in the prompt, their pad tokens are inserted at the beginning.
         markers: ids of start marker, pad token and end marker.
     """
     _, pad, _ = markers
@@ -169,13 +169,13 @@ def with_pads(prompt: Sequence[int], pictures: int, markers: tuple[int, int, int
 
 
 def picture_of(item: Any) -> Image.Image:
-    """Return an item of a prompt in RGB.
+    """Return a picture of a prompt in RGB.
 
     Args:
         item: PIL image, or uint8 array or tensor `[height, width, channels]` or `[channels, height, width]`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the item has another type, dtype or shape.
     """
     if isinstance(item, Image.Image):
         return to_rgb(item)
@@ -189,7 +189,7 @@ def picture_of(item: Any) -> Image.Image:
 
 
 def picture_tensors(picture: Image.Image, sizes: BagelSizes) -> tuple[Tensor, Tensor]:
-    """Return the item of an RGB picture: `picture` and `vit`, each uint8 `[height, width, 3]`."""
+    """Return the two tensors of an RGB picture, `picture` and `vit`, each uint8 `[height, width, 3]`."""
     resized = resize(picture, sizes.vae_resize)
     return _numbers(resized), _numbers(resize(resized, sizes.vit_resize))
 

@@ -1,4 +1,4 @@
-"""One text in the stage `dit`: an ordinary request of vLLM, whose tokens the scheduler returns."""
+"""State of one text request in the stage `dit`: an ordinary request of vLLM, which is answered with tokens."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _NOT_POSSIBLE = (
     "structured_outputs",
 )
 _GREEDY_BELOW = 1e-5
-"""As in vLLM."""
+"""Temperature below which sampling is greedy, as in vLLM."""
 
 
 class Reply:
-    """A text request. Its end is the scheduler's decision.
+    """A text request in the stage `dit`. The scheduler ends it, at a stop token or the length limit.
 
     Attributes:
         text: the running text; None before the prefill.
     """
 
     def __init__(self, model: Bagel, request: PlainRequest) -> None:
-        """Check a request. ValueError: it cannot succeed."""
+        """Check a request. ValueError: the request is invalid."""
         self._model, self._prompt, self._features = model, list(request.prompt), list(request.features)
         self._sampling = Sampling(self._prompt, request.params)
         ends = [feature.mm_position.offset + feature.mm_position.length for feature in self._features]
@@ -57,7 +57,7 @@ class Reply:
 
     @property
     def denoises(self) -> bool:
-        """Whether the request's next work is a denoise step: never."""
+        """False: a text request has no denoise steps."""
         return False
 
     @property
@@ -73,7 +73,7 @@ class Reply:
         self.text = RunningText(model, context, len(self._prompt), first=self._prompt[-1])
 
     def wrote(self, logits: Tensor) -> Answer:
-        """Choose the next token; `logits`: `[vocabulary]` float32."""
+        """Sample the next token from `logits` `[vocabulary]` float32; return it as an answer."""
         assert self.text is not None
         token = self._sampling.choose(logits, self.text.ids[1:])
         self.text.ids.append(token)
@@ -81,12 +81,12 @@ class Reply:
 
 
 def reply_segments(ids: Sequence[int], features: Sequence[Any], prompts: Prompts) -> Segments:
-    """Return a rendered prompt as segments.
+    """Return the segments of a rendered prompt.
 
     Args:
-        ids: token ids with those of the pictures.
+        ids: token ids of the prompt, with the placeholders of the pictures.
         features: vLLM's `MultiModalFeatureSpec`s; `data` has the picture for the ViT (`processor.py`).
-        prompts: of the model.
+        prompts: creates the model's segments.
 
     Raises:
         ValueError: the data of a picture is missing.
@@ -104,14 +104,14 @@ def reply_segments(ids: Sequence[int], features: Sequence[Any], prompts: Prompts
 
 
 class Sampling:
-    """Chooses the tokens of one reply.
+    """Samples the tokens of one reply.
 
     Args:
-        prompt: ids of the prompt.
+        prompt: token ids of the prompt.
         params: parameters of the request.
 
     Raises:
-        ValueError: a parameter is set that is not possible here; the message contains its name.
+        ValueError: a parameter is set that this stage does not support; the message contains its name.
     """
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -126,7 +126,7 @@ class Sampling:
             self._generator.manual_seed(params.seed)
 
     def choose(self, logits: Tensor, generated: Sequence[int]) -> int:
-        """Return the next id; `logits`: `[vocabulary]` float32, `generated`: ids so far without the prompt."""
+        """Return the next token id; `logits`: `[vocabulary]` float32, `generated`: ids so far without the prompt."""
         params, row = self._params, self._penalized(logits[None], generated)
         if params.temperature < _GREEDY_BELOW:
             return int(row.argmax())

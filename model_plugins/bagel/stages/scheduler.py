@@ -1,4 +1,4 @@
-"""Schedulers of the stages: `dit` admits requests by their memory and tokens, `ar` does not divide pictures."""
+"""Schedulers of the stages: that of `dit` limits requests by memory and tokens, that of `ar` divides no pictures."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
 
 CONTEXT_BYTES, ROW_TOKENS = "bytes of context", "tokens of a denoise step"
-"""Resources; these names are part of the message to a client whose request is too large."""
+"""Names of the resources in `limits`; they are part of the error to a client whose request is too large."""
 
 CPU_CONTEXT_BYTES = 2 << 30
-"""Memory for contexts on a CPU."""
+"""Bytes of memory for contexts (keys and values of requests) on a CPU."""
 
 _WORKSPACE_SHARE = 0.15
-"""Part of a device's memory for activations and the autoencoder."""
+"""Share of a device's memory for activations and the autoencoder."""
 
 
 class DitScheduler(PlainScheduler):
-    """Runs as many requests as there is memory for contexts, room in a denoise step, and `max_num_seqs`.
+    """Limits the running requests by memory for contexts, tokens in a denoise step, and `max_num_seqs`.
 
-    A picture adds (branches x (latent tokens + 2)) tokens to a step; `max_num_batched_tokens` is the limit.
+    A picture adds (branches x (latent tokens + 2)) tokens to a denoise step, whose limit is `max_num_batched_tokens`.
     """
 
     def __init__(self, vllm_config: Any, **given: Any) -> None:
@@ -50,7 +50,7 @@ class DitScheduler(PlainScheduler):
         }
 
     def costs(self, request: Request) -> Mapping[str, float]:
-        """Return the costs of a picture or a reply. ValueError: it cannot succeed."""
+        """Return the costs of a picture or a text request. ValueError: the request is invalid."""
         payload, ends_stream = _message(request)
         if ends_stream:
             return {}
@@ -62,9 +62,9 @@ class DitScheduler(PlainScheduler):
 
 
 def context_budget(vllm_config: Any, sizes: BagelSizes) -> int:
-    """Return the bytes that all contexts may take.
+    """Return the most bytes that all contexts (keys and values) may take together.
 
-    On a device it is the rest of `gpu_memory_utilization` after the weights, activations and the autoencoder.
+    On a GPU, that is `gpu_memory_utilization` less the weights, the activations and the autoencoder.
     """
     if vllm_config.device_config.device_type == "cpu":
         return CPU_CONTEXT_BYTES
@@ -82,7 +82,7 @@ def weight_bytes(sizes: BagelSizes, dtype: torch.dtype) -> int:
 
 
 def _message(request: Request) -> tuple[Any, bool]:
-    """Return the plugin's message in a request, None for a reply; and whether the request only ends a stream."""
+    """Return the plugin's message in a request (None for a text request), and whether it only ends a stream."""
     extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
     if PART not in extra:
         return StageInput.of(extra)[0].payload, False
@@ -91,10 +91,10 @@ def _message(request: Request) -> tuple[Any, bool]:
 
 
 class WholePictures(Scheduler):
-    """Ends a chunk of a prompt before a picture that does not fit: all tokens of a picture attend to each other.
+    """Ends a prompt chunk before a picture that does not fit into the step: a picture's tokens attend to each other.
 
-    vLLM's `disable_chunked_mm_input` alone divides a picture whose first token is the first of a step, for example at
-    the beginning of a prompt, if other requests leave too few tokens of the step.
+    vLLM's `disable_chunked_mm_input` does not prevent every division: if a picture's first token is the first token of
+    a request's chunk and other requests leave too few tokens in the step, vLLM divides the picture.
     """
 
     def _try_schedule_encoder_inputs(
@@ -109,9 +109,9 @@ def tokens_before_a_part(places: Iterable[tuple[int, int]], computed: int, new: 
     """Return how many of the next tokens can be computed without dividing a picture.
 
     Args:
-        places: first position and number of tokens of each picture.
-        computed: number of tokens that have been computed.
-        new: number of next tokens for which the step has room.
+        places: (first position, number of tokens) of each picture.
+        computed: number of tokens of the request that have been computed.
+        new: number of next tokens that fit into the step.
     """
     for start, length in places:
         if computed < start + length and start < computed + new < start + length:

@@ -1,4 +1,4 @@
-"""Converts the message of a picture request to the model's input, and computes the costs of the request."""
+"""Checks the message of a picture request, converts it to the model's input, and computes the request's costs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CHANNELS = 3
 
 
 def check(draw: Draw, sizes: BagelSizes) -> ImageParameters:
-    """Check everything about a request that can be checked without computing; return its parameters.
+    """Check a request's parameters, sizes and token ids; return its parameters.
 
     Raises:
-        ValueError: the request cannot succeed; the message contains the field's name.
+        ValueError: the request is invalid; the message contains the field's name.
     """
     given = {name: value for name, value in msgspec.structs.asdict(draw.parameters).items() if value is not None}
     size = last_size(draw.parts)
@@ -52,21 +52,21 @@ def check(draw: Draw, sizes: BagelSizes) -> ImageParameters:
 
 
 def plan(draw: Draw, prompts: Prompts, *, think: bool) -> ImagePlan:
-    """Return the prompts of a request's branches, without a thought."""
+    """Return the prompts of a request's branches, without the thought."""
     return image_plan([_piece(part, prompts) for part in draw.parts], prompts.text(THINK_THEN_DRAW) if think else None)
 
 
 def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> tuple[int, int]:
-    """Return the costs of a request while it runs, without reading its pixels.
+    """Return the costs of a request while it runs, without decoding its pictures.
 
     Args:
         draw: the request.
-        sizes, tokens: of the checkpoint.
-        element_bytes: of one element of keys and values.
+        sizes, tokens: sizes and tokenizer of the checkpoint.
+        element_bytes: bytes of one element of keys and values.
 
     Returns:
-        Bytes of its contexts and latent, and the tokens that it adds to a denoise step. A thought that is not written
-        yet counts with its greatest length.
+        Bytes of the request's contexts and latent, and tokens that it adds to a denoise step. A thought that is not
+        generated yet counts with its greatest length.
 
     Raises:
         ValueError: as in `check`.
@@ -85,7 +85,8 @@ def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> 
 
 
 def _check_picture(part: Picture, sizes: BagelSizes) -> None:
-    """The sides have the limits of any resized picture: multiples of a latent token, as many as there are positions."""
+    """Raise ValueError unless the sides are multiples of a latent token's side, at most `largest_side`, as after a
+    resize, and the number of bytes matches."""
     step, largest = sizes.token_pixels, sizes.largest_side
     for name, side in (("height", part.height), ("width", part.width)):
         if side < step or side % step or side > largest:
@@ -106,7 +107,7 @@ def _piece(part: Part, prompts: Prompts) -> Piece:
 
 
 def _sized_piece(part: Part, sizes: BagelSizes) -> Piece:
-    """Return a piece whose segments have the right lengths and no content."""
+    """Return a piece for the costs: its segments have the right lengths; a picture's segments have no content."""
     if isinstance(part, Picture):
         size = part.height, part.width
         lengths = memory.latent_tokens(sizes, *size), memory.patch_tokens(sizes, *size)

@@ -1,12 +1,12 @@
-"""The stage `ar`: vLLM's BAGEL with pictures as the reference reads them.
+"""The stage `ar`: vLLM's BAGEL, changed so that it reads pictures as the reference does.
 
-Differences between vLLM's class and the reference, and the solutions here:
+Differences of vLLM's class from the reference, each with its correction here:
 
-* It resizes pictures to a square without markers: `processor.py`.
-* Each token of a picture has a position of its own: `get_mrope_input_positions` counts a picture once.
-* It computes the connector's table of positions: this class loads it.
-* It takes the number of ViT layers from a config that is wrong in the release: this class counts them in the weights.
-* On a CPU, pictures are causal: `picture_attention.py`.
+* It resizes pictures to a square, and adds no markers; `processor.py` does as the reference.
+* Each token of a picture has its own position; `get_mrope_input_positions` gives a picture one position.
+* It computes the connector's table of positions; this class loads the table.
+* It reads the number of ViT layers from a config that is wrong in the release; this class counts them in the weights.
+* On a CPU, attention in pictures is causal; `picture_attention.py` makes it full.
 
 For text, vLLM's class equals the reference.
 """
@@ -35,12 +35,12 @@ from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT, PictureDummi
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 _AUTOENCODER = ("encoder.", "decoder.")
-"""Beginnings of the names in `ae.safetensors`."""
+"""Prefixes of the tensor names in `ae.safetensors`."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
 class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
-    """Reads texts and pictures, writes text."""
+    """Generates text from texts and pictures."""
 
     hf_to_vllm_mapper = WeightsMapper()
 
@@ -60,8 +60,11 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[MultiModalFeatureSpec]
     ) -> tuple[Tensor, int]:
-        """Return positions in which each picture counts as one token: `[3, tokens]` int64 with equal rows, and the next
-        position less the number of tokens."""
+        """Return M-RoPE positions in which each picture has one position.
+
+        Returns:
+            Positions `[3, tokens]` int64 with equal rows, and the delta: the next position less the number of tokens.
+        """
         lengths = {feature.mm_position.offset: feature.mm_position.length for feature in mm_features}
         positions: list[int] = []
         position = 0
@@ -71,12 +74,12 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
         return torch.tensor(positions).expand(3, -1), position - len(input_tokens)
 
     def embed_multimodal(self, **kwargs: object) -> MultiModalEmbeddings:
-        """Return the embeddings of each picture, `[tokens, hidden]`, markers included."""
+        """Return the embeddings of each picture, `[tokens, hidden]`, including its markers."""
         pictures: Any = kwargs.get(VIT)
         return [] if pictures is None else [self._embed(picture) for picture in pictures]
 
     def _embed(self, picture: Tensor) -> Tensor:
-        """Embed a picture, uint8 `[height, width, 3]`."""
+        """Return the embeddings `[tokens, hidden]` of a picture, uint8 `[height, width, 3]`."""
         vit = self.vit_model.vision_model
         table = self.vit_pos_embed.pos_embed
         rows, columns = (side // self.sizes.vit.patch for side in picture.shape[:2])
@@ -90,9 +93,9 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
         return torch.cat((start, seen.to(start.dtype), end))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the weights for text and pictures.
+        """Load the weights that read texts and pictures.
 
-        Those for making pictures, and the autoencoder, are in the same files and are not loaded.
+        The weights that generate pictures, and the autoencoder, are in the same files and are not loaded.
 
         Raises:
             CheckpointError: a tensor is missing or unknown.
@@ -101,7 +104,7 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], sizes: BagelSizes) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors for reading pictures and texts; at the end, CheckpointError if one is missing or unknown."""
+    """Yield the tensors that read texts and pictures; at the end, CheckpointError if a tensor is missing or unknown."""
     sources = model_sources(sizes)
     known = {name for names in sources.values() for name in names}
     missing = {
@@ -122,7 +125,7 @@ def checked(weights: Iterable[tuple[str, Tensor]], sizes: BagelSizes) -> Iterato
 
 
 def _correct(config: Any, sizes: BagelSizes) -> None:
-    """Replace sizes of the config by those of the weights, in place; without the ViT there would be no pictures."""
+    """Replace sizes in the config by the weights' sizes, in place, and turn on the ViT, which reads pictures."""
     config.visual_und = True
     config.vit_max_num_patch_per_side = sizes.vit.side
     config.vit_config.num_hidden_layers = sizes.vit.layers
@@ -130,7 +133,7 @@ def _correct(config: Any, sizes: BagelSizes) -> None:
 
 
 def _attend_inside_pictures(layers: Sequence[nn.Module]) -> None:
-    """Give the layers a backend with full attention inside pictures, if vLLM has chosen one without it."""
+    """Set a backend with full attention inside pictures in layers for which vLLM has chosen its CPU backend."""
     for layer in layers:
         attention: Any = None if isinstance(layer, PPMissingLayer) else layer.self_attn.attn
         if attention is not None and attention.attn_backend is CPUAttentionBackend:

@@ -1,7 +1,7 @@
 """Writes a tiny random BAGEL checkpoint with the files of the released one.
 
-The release's pitfalls are kept: `vit_config.json` counts one layer more than the weights have, `max_latent_size` in
-`config.json` is smaller than the side of the stored table of latent positions, patch weights are two-dimensional in
+Irregularities of the release are kept: `vit_config.json` counts one layer more than the weights have, `max_latent_size`
+in `config.json` is smaller than the side of the stored table of latent positions, patch weights are two-dimensional in
 (row, column, channel) order, and both position tables are stored in bfloat16.
 """
 
@@ -66,13 +66,13 @@ LONGEST, RELEASED_LONGEST = 2048, 32768
 """`max_position_embeddings` of the tiny checkpoints and of the release."""
 
 SPECIAL_TOKENS = (*vocabulary.SPECIAL_TOKENS[:14], *vocabulary.SPECIAL_TOKENS[16:19])
-"""Those of Qwen3-Omni without the ones for tools, repositories, thinking and sound."""
+"""The special tokens of Qwen3-Omni, without those for tools, repositories, thinking and sound."""
 
 _MERGES = (
     "Ġ t/h e/i n/Ġ a/r e/o n/Ġt he/e r/Ġ s/a t/Ġ w/e n/o r/i t/i s/Ġ o/Ġ c/a n/Ġ b/e s/in g/o u/Ġ f/e d/Ġ p/a r/"
     "l l/Ġ in/Ġ re/Ġan d/o f/l e/Ġ m/h i/s t/t h/Ġo f/s h"
 )
-"""Frequent pairs of English, by priority. A pair is left out if one of its parts is not a token yet."""
+"""BPE merges of frequent English pairs, by priority. A pair is left out if one of its parts is not a token yet."""
 
 
 def write_bagel(
@@ -107,7 +107,7 @@ def write_bagel(
 
 
 def bagel_vocabulary() -> Vocabulary:
-    """Return the 256 bytes at the ids of their values, a few merged pairs, then the special tokens."""
+    """Return a vocabulary: the 256 bytes (the id is the byte's value), merged pairs, then the special tokens."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     in_order = [*printable, *sorted(set(range(256)) - set(printable))]
     letters = dict(zip(in_order, byte_letters(), strict=True))
@@ -167,7 +167,7 @@ def _vit_config(size: BagelSizes, layers: int) -> Json:
 
 
 def model_config(size: BagelSizes, words: Vocabulary) -> Json:
-    """Return vLLM's config. Its nested count of ViT layers is the true one: vLLM corrects only the released number."""
+    """Return `config.json`. Its `vit_config` has the true number of layers: vLLM corrects only the released number."""
     return {
         "architectures": ["BagelForConditionalGeneration"],
         "model_type": "bagel",
@@ -206,7 +206,7 @@ def _generation_config(words: Vocabulary) -> Json:
 
 
 def _preprocessor_config(size: BagelSizes) -> Json:
-    """Return the release's config: a square resize, which the model does not use."""
+    """Return `preprocessor_config.json` of the release: a resize to a square, which the model does not use."""
     side = size.vit.side * size.vit.patch
     return {
         "do_convert_rgb": True,
@@ -268,7 +268,7 @@ def _write_weights(path: Path, size: BagelSizes, words: Vocabulary, seed: int | 
 
 
 def _write_zeros(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a sparse file: a header, and a hole of the size of these tensors, whose values are not read."""
+    """Write a sparse safetensors file: a header, and a hole of the size of these tensors, whose values are not read."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

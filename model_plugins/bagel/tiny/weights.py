@@ -18,14 +18,14 @@ _FIRST_PRINTABLE, _AFTER_PRINTABLE = 0x20, 0x7F
 
 
 class Tensors(dict[str, Tensor]):
-    """Tensors by name, with methods that add whole layers. Without a seed, the tensors have shapes and no values."""
+    """Random tensors by name, with methods that add whole layers. Without a seed, tensors are on the meta device."""
 
     def __init__(self, seed: int | None, prefix: str = "") -> None:
         super().__init__()
         self._seed, self._prefix = seed, prefix
 
     def normal(self, name: str, shape: tuple[int, ...], spread: float, mean: float = 0.0) -> Tensor:
-        """Add normal numbers, float32, that depend only on the seed and the name."""
+        """Return normal random numbers, float32, that depend only on the seed and the name."""
         if self._seed is None:
             return torch.empty(shape, device="meta")
         key = zlib.crc32(f"{self._seed}/{self._prefix}{name}".encode()) & 0x7FFFFFFF
@@ -84,7 +84,7 @@ def _language_model(tensors: Tensors, size: BagelSizes, words: Vocabulary) -> No
 
 
 def printable_ids(words: Vocabulary) -> set[int]:
-    """Return the text ids that decode to printable ASCII: greedy replies consist of them."""
+    """Return the text ids that decode to printable ASCII; greedy replies contain only these ids."""
     byte_of = {letter: id_ for letter, id_ in words.ids.items() if id_ < 256}
     return {
         id_
@@ -109,7 +109,10 @@ def _vision_model(tensors: Tensors, size: BagelSizes) -> None:
 
 
 def position_table(channels: int, side: int) -> Tensor:
-    """Return sine and cosine of column, then of row, for each place of a square: `[side * side, channels]` float32."""
+    """Return position embeddings of a square's places, `[side * side, channels]` float32.
+
+    A row contains sines and cosines of the place's column, then of its row.
+    """
 
     def of(places: np.ndarray) -> np.ndarray:
         half = channels // 4
