@@ -92,4 +92,4 @@ class GrowingContext:
 
 
 Seen = Context | GrowingContext
-"""A context to which a row can attend."""
+"""Types of contexts to which a row can attend."""

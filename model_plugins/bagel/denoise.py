@@ -69,7 +69,7 @@ class RunningImage:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of a step for one image.
+    """The result of one denoise step for one image.
 
     Attributes:
         before: the latent that was evaluated, `[tokens, token_channels]` float32.
@@ -84,7 +84,7 @@ class Evaluation:
     velocity: Tensor
 
     def preview(self) -> Tensor:
-        """Return the final latent that this velocity predicts, for a preview."""
+        """Return the final latent, `[tokens, token_channels]`, that this velocity predicts, for a preview."""
         return self.before - self.time * self.velocity
 
 

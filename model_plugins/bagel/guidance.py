@@ -11,7 +11,7 @@ _TINY = 1e-8
 
 
 def schedule(parameters: ImageParameters) -> tuple[Tensor, Tensor]:
-    """Return the time of each evaluation, and the length of its step: `[num_timesteps - 1]` float32 on the CPU each."""
+    """Return the times of the evaluations and their step lengths, each `[num_timesteps - 1]` float32 on the CPU."""
     points = torch.linspace(1, 0, parameters.num_timesteps)
     points = parameters.timestep_shift * points / (1 + (parameters.timestep_shift - 1) * points)
     return points[:-1], points[:-1] - points[1:]

@@ -67,7 +67,7 @@ class ExpertLayer(nn.Module):
 
 
 class MotLayer(nn.Module):
-    """Both sets of a layer's weights."""
+    """One layer, with both sets of weights."""
 
     def __init__(self, sizes: LlmSizes) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class MotLayer(nn.Module):
         self.gen = ExpertLayer(sizes)
 
     def project(self, und: Tensor, gen: Tensor, order: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return Q, K and V of both sets' tokens in the order of rows, with RoPE; arguments as in `Layout`."""
+        """Return Q, K and V of both sets' tokens in the order of rows, with RoPE. `Layout` defines the arguments."""
         each = zip(self.und.project(und), self.gen.project(gen), strict=True)
         query, key, value = (torch.cat(parts)[order] for parts in each)
         return _rotate(query, (cos, sin)), _rotate(key, (cos, sin)), value

@@ -78,7 +78,8 @@ class VaeSizes:
 
 @dataclass(frozen=True, slots=True)
 class ResizeRule:
-    """The resize rule of a picture: limits in pixels; both sides are multiples of `stride`."""
+    """Rule by which pictures are resized: limits of the longest and the shortest side in pixels; sides are multiples of
+    `stride`."""
 
     longest: int
     shortest: int

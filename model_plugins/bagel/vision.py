@@ -46,7 +46,7 @@ class VisionModel(nn.Module):
         self.table = nn.Parameter(torch.empty(sizes.side**2, hidden), requires_grad=False)
 
     def connect(self, patches: Tensor, places: Tensor) -> Tensor:
-        """Apply ViT and connector.
+        """Return the connector's output for the patches of a picture.
 
         Args:
             patches: `[n, patch * patch * 3]` in (row, column, channel) order, from -1 to 1.

@@ -78,7 +78,7 @@ class CodeLoop:
         return self._weights.norm
 
     def embedded(self, codes: Tensor) -> Tensor:
-        """Return the sum of the embeddings of codes [frames, steps]: [frames, hidden]."""
+        """Return the sums of each frame's embeddings, [frames, hidden], of codes [frames, steps]."""
         return F.embedding_bag(codes + self._starts, self._table, mode="sum")
 
     def _memory_for(self, batch: int) -> _Memory:

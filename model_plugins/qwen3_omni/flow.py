@@ -1,4 +1,4 @@
-"""Flow of a spoken request through Qwen3-Omni's stages. Pure."""
+"""Flows of requests with sound output through Qwen3-Omni's stages. Pure."""
 
 from __future__ import annotations
 

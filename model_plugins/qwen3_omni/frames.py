@@ -21,7 +21,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import TOP_P, Choice,
 logger = init_logger(__name__)
 
 NUMBERS = 3
-"""Integers per row: its index among the hidden states, its first code, and whether it is greedy."""
+"""Number of integers per row: index of its hidden state, its first code, and whether its sampling is greedy."""
 
 
 class FrameMaker:

@@ -49,7 +49,7 @@ def code2wav(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _part(config: PretrainedConfig, name: str) -> PretrainedConfig | None:
-    """Return the named part of a Qwen3-Omni config; None for any other config."""
+    """Return the part `name` of a Qwen3-Omni config; None for another config. ConfigError without sound output."""
     if not hasattr(config, name):
         return None
     if not config.enable_audio_output:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 MULTIMODAL = -1  # text id of a position whose input is a hidden state
-NO_CODEC = -1  # codec id of a position without one
+NO_CODEC = -1  # codec id of a position without a code
 HEADER = 3  # <|im_start|> assistant \n
 PADS = 4
 
@@ -63,7 +63,7 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class PromptSegments:
-    """Segments of a thinker prompt.
+    """Segments (turns of a conversation) of a thinker prompt.
 
     Attributes:
         user: ranges [start, stop) of the user segments.

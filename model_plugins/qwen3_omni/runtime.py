@@ -1,4 +1,4 @@
-"""Checks Qwen3-Omni requests and plans their flows."""
+"""Checks Qwen3-Omni requests and creates their flows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The talker as a vLLM model: Qwen3-MoE over codec tokens; `TalkerInputProvider` makes its input embeddings."""
+"""The talker as a vLLM model: Qwen3-MoE over codec tokens; `TalkerInputProvider` computes its input embeddings."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         return self._rows(order)
 
     def codec_rows(self, ids: Tensor) -> Tensor:
-        """Return codec embeddings [n, hidden] of first-group codes [n]."""
+        """Return the codec embeddings [n, hidden] of codes [n] of the first code group."""
         return self.language_model.model.embed_tokens(ids)
 
     def project_hidden(self, rows: Tensor) -> Tensor:

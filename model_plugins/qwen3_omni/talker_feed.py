@@ -33,7 +33,7 @@ FIRST_FRAMES = 64  # initial capacity of a request in frames; the capacity doubl
 
 @dataclass
 class _Request:
-    text: list[int]  # shorter than `codec` until the end of the prompt is known
+    text: list[int]  # shorter than `codec` until the last id of the prompt has arrived
     codec: list[int]
     fill: int
     track: list[int]

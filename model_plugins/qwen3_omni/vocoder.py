@@ -107,7 +107,7 @@ class Vocoder(nn.Module):
             self._prepared = True
 
     def new_state(self) -> VocoderState:
-        """Return the state of a new stream: zeros, which are also the padding before the first input."""
+        """Return the state of a new stream, which is all zeros: they are the padding before the first input."""
         weight = self.code_embedding.weight
         return VocoderState(flat=torch.zeros(self._state_numel, dtype=weight.dtype, device=weight.device))
 
@@ -197,7 +197,10 @@ class Vocoder(nn.Module):
         return tuple(filled)
 
     def _batches(self, remaining: list[int], states: Sequence[VocoderState]) -> list[tuple[int, list[int]]]:
-        """Split one round of work into batches `(frames, stream indices)` of at most `max_frames_per_pass` frames."""
+        """Return batches `(frames, stream indices)` for the next pass of each stream that has `remaining` frames.
+
+        Without graphs, a batch has at most `max_frames_per_pass` frames.
+        """
         alike: dict[tuple[int, Filled], list[int]] = defaultdict(list)
         for i, left in enumerate(remaining):
             if left > 0:

@@ -96,7 +96,7 @@ class VocoderGraphs:
         return self._recorder.record(body), waves
 
     def frames(self, left: int, filled: Filled) -> int | None:
-        """Return the largest number of frames, up to `left`, of a recorded pass for such streams, or None."""
+        """Return the largest number of frames, at most `left`, of a recorded pass with `filled`; None without one."""
         return max((key.frames for key in self._replays if key.filled == filled and key.frames <= left), default=None)
 
     def most_streams(self, frames: int, filled: Filled) -> int:

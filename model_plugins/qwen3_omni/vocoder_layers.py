@@ -137,7 +137,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class SnakeBeta(PreparedLayer):
-    """`x + sin(x * e^alpha)^2 / e^beta`, per channel (https://huggingface.co/papers/2006.08195)."""
+    """Activation `x + sin(x * e^alpha)^2 / e^beta`, per channel (https://huggingface.co/papers/2006.08195)."""
 
     EPSILON = 1e-9
 
@@ -192,7 +192,7 @@ class DecoderBlock(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learnt weight per channel."""
+    """Scales a residual branch by a learnt weight per channel."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -271,7 +271,7 @@ class WindowAttention(StatefulLayer, PreparedLayer):
 
 
 class GatedMlp(PreparedLayer):
-    """`down(act(gate(x)) * up(x))`."""
+    """Gated MLP: `down(act(gate(x)) * up(x))`."""
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()

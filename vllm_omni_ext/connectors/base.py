@@ -11,7 +11,7 @@ The producer of an edge stores the tensors of a request, its chunks, and consume
 - `forget` of the consumer that read the request last frees its chunks. `forget` of the producer also frees them. A
   request without a `put` or `get` for `retention_s` is dropped.
 - Memory is bounded: a chunk that does not fit raises `BackPressure` at once. No `put` waits.
-- Every `get` ends: with the chunk, or an error if the request was forgotten (`Forgotten`), the connection to the
+- Every `get` returns the chunk or raises an error: if the request was freed (`Forgotten`), the connection to the
   producer is lost (`ProducerLost`, within a second if its process has died), or the deadline has passed
   (`DeadlinePassed`).
 
@@ -54,7 +54,7 @@ class ProducerLost(ConnectorError):
 
 
 class DeadlinePassed(ConnectorError):
-    """The chunk did not arrive in time."""
+    """The chunk did not arrive within `timeout_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)

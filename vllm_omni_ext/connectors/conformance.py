@@ -284,7 +284,7 @@ class Conformance:
         self.check_left(threads, files)
 
     def check_left(self, threads: set[threading.Thread], files: set[str]) -> None:
-        """Check that closing leaves no threads and files. Override to allow those that a library keeps per process."""
+        """Check that closing leaves no threads and files. Override it for a library that keeps some in a process."""
         left = {t.name for t in set(threading.enumerate()) - threads if t.name.startswith("omni-")}
         assert left == set()
         eventually(lambda: len(os.listdir("/proc/self/fd")) <= len(files) + 3, "file descriptors are left open")

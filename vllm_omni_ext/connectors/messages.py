@@ -35,7 +35,7 @@ class Read(_Message, frozen=True, tag="read"):
 
 
 class Forget(_Message, frozen=True, tag="forget"):
-    """Consumer to producer: this consumer no longer needs the request."""
+    """Consumer to producer: free the request, unless another consumer has read it later."""
 
     token: Name
     request: Request

@@ -110,7 +110,7 @@ class MooncakeConsumer(LinkedConsumer):
         self._reading: Future[int] | None = None
 
     def close(self) -> None:
-        """As `Consumer.close`; waits for a running read."""
+        """Close all connections; wait for a running read. May be called twice."""
         super().close()
         self._thread.shutdown(cancel_futures=True)
         self._registered.close()
@@ -127,7 +127,7 @@ class MooncakeConsumer(LinkedConsumer):
         return tensor
 
     def _transfer(self, session: str, place: int, size: int, deadline: float) -> None:
-        """Read `size` bytes into the receive buffer."""
+        """Read `size` bytes at `place` in the memory of the engine `session` into the receive buffer."""
         if self._reading is not None:  # the read of an earlier `get` whose deadline passed
             self._wait(self._reading, deadline)
         read = self._registered.engine.transfer_sync_read

@@ -49,7 +49,7 @@ from vllm_omni_ext.encoding import Malformed
 from vllm_omni_ext.ports import bind_within
 
 ANY_PORT = ":*"
-"""End of a ZeroMQ address without a port number."""
+"""Suffix of a ZeroMQ address that lets the system choose the port."""
 
 SLICE_BYTES = 4 * 1024 * 1024
 """Tensors are sent in frames of at most this size, which limits the memory that a malformed frame can take."""

@@ -29,7 +29,7 @@ SETTLE_S = 1.0
 """Seconds that sent data may stay in this host's buffers after the sender has failed or ended."""
 
 Metas = dict[str, PullReqMeta]
-"""Pulls from one prefill replica, by request."""
+"""vLLM's metadata of the pulls from one prefill replica, by request id in that replica."""
 
 
 class ReceiveMixin(MooncakeConnectorWorker):
@@ -39,7 +39,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
     """
 
     def start_receiving(self, timeout_s: float) -> None:
-        """Initialize; must be called once, before the first transfer."""
+        """Initialize this mixin; must be called once, before the first transfer."""
         self._timeout_s = timeout_s
         self._pulls = PendingTransfers()
         self._settled: SimpleQueue[Transfer] = SimpleQueue()
@@ -102,7 +102,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._report(self._pulls.answer(transfers))
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: Metas) -> None:
-        """Handle one of the answers of a prefill worker."""
+        """Handle an answer of a prefill worker: record the requests whose blocks have arrived."""
         # A failed request is already reported; blocks that arrive later change nothing.
         response.ok_reqs = [name for name in response.ok_reqs or () if self._waits_for(pull_metas.get(name))]
         arrived = [pull_metas[name] for name in response.ok_reqs]

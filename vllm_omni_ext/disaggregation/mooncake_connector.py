@@ -54,10 +54,10 @@ SHUTDOWN_S = 5.0
 """Seconds that the tasks of a thread may take to end."""
 
 NO_LIMIT_S = 1_000_000
-"""Limit of vLLM's waits that our own limits end earlier; vLLM converts it to milliseconds in 32 bits."""
+"""Limit in seconds of vLLM's waits that this package's limits end earlier; as milliseconds it must fit into 32 bits."""
 
 BOOTSTRAP_ADDRESS = "bootstrap_server_address"
-"""vLLM's key for the server at which a prefill worker registers; if it is set, vLLM starts no server of its own."""
+"""vLLM's key for the address of the bootstrap server; if it is set, vLLM does not start a bootstrap server."""
 
 
 WAITED = "wait_duration"
@@ -119,7 +119,7 @@ class TransferStats(MooncakeKVConnectorStats):
         self.totals["waited_seconds"] += seconds  # type: ignore[assignment]
 
     def clone_and_reset(self) -> TransferStats:
-        """Return the interval's statistics in a form that can be sent, and start a new interval."""
+        """Return the statistics since the last call, in a form that can be sent; reset all but `totals`."""
         with self._lock:
             data: dict[str, Any] = {name: list(column) for name, column in self.data.items()}
             self.reset()
@@ -285,7 +285,7 @@ async def _end_tasks() -> None:
 
 
 def _check_library() -> None:
-    """Raise if Mooncake cannot be imported, with the reason, which vLLM's own error omits."""
+    """Raise RuntimeError with the reason if Mooncake cannot be imported; vLLM's own error omits the reason."""
     try:
         importlib.import_module(CONNECTORS["mooncake"].module)
     except ImportError as error:
@@ -293,7 +293,7 @@ def _check_library() -> None:
 
 
 def _set_environment(host: str, timeout_s: float, *, sends: bool) -> None:
-    """Set the variables that vLLM's connector reads later in this process, in place of settings."""
+    """Set the environment variables from which vLLM's connector reads its host and timeouts later."""
     os.environ.setdefault("VLLM_HOST_IP", host)
     # In a prefill replica: how long a decode worker's query waits for the request. In a decode replica: no limit, since
     # `transfer_timeout_s` ends the wait earlier.
@@ -304,7 +304,7 @@ def _set_environment(host: str, timeout_s: float, *, sends: bool) -> None:
 
 @contextlib.contextmanager
 def device_index() -> Iterator[None]:
-    """Make torch report device index 0 without an accelerator: vLLM's constructor needs one, and torch raises."""
+    """Make torch return device index 0 without an accelerator, where it raises; vLLM's constructor reads the index."""
     if torch.accelerator.is_available():
         yield
         return

@@ -55,7 +55,7 @@ class TransferSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Properties of one connector.
+    """Fixed properties of one KV connector.
 
     Attributes:
         module: the library's module, which must be importable in a replica.
@@ -74,7 +74,8 @@ class Facts:
 
 
 _LAYOUT = ("dtype", "kv_cache_dtype", "block_size", "max_model_len")
-"""`EngineArgs` fields that must be equal in both roles: the memory layout of a block, and whether a prompt fits."""
+"""`EngineArgs` fields that must be equal in both roles: they determine a block's memory layout, and the longest prompt.
+"""
 
 CONNECTORS: Mapping[str, Facts] = MappingProxyType(
     {
@@ -194,7 +195,7 @@ def new_transfer_id() -> str:
 
 
 def prefill_transfer(transfer_id: str) -> dict[str, Any]:
-    """Return the transfer parameters of a prefill request, for `KEY`."""
+    """Return the transfer parameters of a prefill request, the value of `KEY`."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 

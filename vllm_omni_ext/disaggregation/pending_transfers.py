@@ -1,4 +1,4 @@
-"""State of the transfers into this worker's blocks, until each is settled. Pure, for one thread."""
+"""Tracks the transfers into this worker's blocks until each is settled. Pure, for one thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Transfer = tuple[str, str]
-"""(Request id in the decode replica, transfer id.)"""
+"""(request id in the decode replica, transfer id)"""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class PendingTransfers:
         pull.over = pull.failed = True
 
     def queried(self, transfers: Iterable[Transfer], workers: int) -> None:
-        """Record how many prefill workers will be queried; from now on they may write."""
+        """Record how many prefill workers will be queried; after this call they may write blocks."""
         for transfer in transfers:
             if transfer in self._open:
                 self._open[transfer].workers_queried = workers

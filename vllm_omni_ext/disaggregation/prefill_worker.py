@@ -28,7 +28,8 @@ FAILED = -1
 
 FIRST_LOOK_S = 0.0002
 LONGEST_LOOK_S = 0.02
-"""First and longest pause between status queries. Mooncake has no callbacks, and its waiting call uses a whole core."""
+"""First and longest pause between status queries, in seconds. Mooncake has no callbacks, and its blocking call uses a
+whole core."""
 
 
 class SendMixin(MooncakeConnectorWorker):

@@ -101,7 +101,7 @@ class ReplicaAgent:
         return True
 
     def stop(self) -> None:
-        """Disconnect from the coordinator, and stop watching steps."""
+        """Stop the reports to the coordinator and the watch of the steps."""
         if self._watch is not None:
             self._watch.stop()
         if self._reporter is not None:
@@ -120,7 +120,7 @@ class ReplicaAgent:
 
 
 def _input_queue() -> Any:
-    """Return the input queue of the engine whose constructor makes the scheduler; None if it has none.
+    """Return the input queue of the engine whose constructor builds the scheduler; None for an engine without a queue.
 
     vLLM does not pass its engine core on, so the stack is searched: `EngineCoreProc.__init__` is running.
     """

@@ -62,7 +62,7 @@ class Exporter:
         self._open.pop(req_id, None)
 
     def due(self, spans: Sequence[Span]) -> bool:
-        """Return whether any of the spans holds a position to export."""
+        """Return whether any of the spans contains a position that is to be exported and was not exported yet."""
         return any(span.req_id in self._open and self._open[span.req_id].due(span) for span in spans)
 
     def restore(self, req_id: str, until: int, kept: torch.Tensor) -> ExportedSlice | None:

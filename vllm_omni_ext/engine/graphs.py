@@ -1,4 +1,4 @@
-"""CUDA graphs of functions that work on buffers with fixed addresses.
+"""Records CUDA graphs of functions that work on buffers with fixed addresses.
 
 A graph repeats the kernels of one call with the addresses of that call, without running Python. A function can be
 recorded if it reads and writes only memory that its owner allocated before and keeps (weights and buffers), if no shape
@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 WARM_UPS = 2
-"""Calls before the recorded one, in which libraries choose their kernels and allocate their workspaces."""
+"""Number of calls before the recorded call, in which libraries choose their kernels and allocate their workspaces."""
 
 
 class Recorder(Protocol):
@@ -70,5 +70,5 @@ def buckets(most: int) -> list[int]:
 
 
 def bucket_of(rows: int, sizes: Iterable[int]) -> int | None:
-    """Return the smallest of `sizes` that holds `rows` rows; None if none does."""
+    """Return the smallest of the batch sizes `sizes` that is at least `rows`; None if all are smaller."""
     return min((size for size in sizes if size >= rows), default=None)

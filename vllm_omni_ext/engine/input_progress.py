@@ -1,4 +1,7 @@
-"""Limits how far a request may be computed while its input arrives in chunks. Pure: no vLLM, no torch, no clock."""
+"""Computes how many positions of a request can be computed while its input arrives in chunks.
+
+Pure: no vLLM, no torch, no clock.
+"""
 
 from __future__ import annotations
 

@@ -103,4 +103,4 @@ class StreamingInputModel(Protocol):
         """
 
     def end_step(self) -> None:
-        """End the step: drop the references that `begin_step` took."""
+        """End the step: drop the references to the arguments of `begin_step`."""

@@ -29,7 +29,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Positions [start, stop), ascending."""
 
 BlockKey: TypeAlias = tuple[Hashable, Ranges]
-"""Hash of a block, and its exported positions relative to the block's first one."""
+"""Hash of a block in vLLM's prefix cache, and the block's exported positions relative to its first position."""
 
 Part: TypeAlias = tuple[int, int, int]
 """Positions [start, stop) that one step computes in one block of a request, and the number of the block's slot."""
@@ -96,7 +96,7 @@ class KeptBlocks:
 
     @property
     def rows(self) -> int:
-        """Number of hidden states that are kept or being kept."""
+        """Number of hidden states in all slots, including those of partly computed blocks."""
         return self._rows
 
     def covered(self, blocks: RequestBlocks, hit: int) -> int:
@@ -172,7 +172,7 @@ def _count(key: BlockKey) -> int:
 
 
 class KeptExports(Scheduler):
-    """Lets requests that export hidden states use the prefix cache as far as their hidden states are kept."""
+    """Limits the prefix cache hits of requests that export hidden states to blocks whose hidden states are kept."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Model Runner V2 adapter: the step's input embeddings come from the model's input provider."""
+"""Makes Model Runner V2 read a step's input embeddings from the model's `InputProvider`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 
 class StreamingInputModelState(DefaultModelState):
-    """`DefaultModelState` whose input embeddings come from the model's input provider."""
+    """vLLM's `DefaultModelState`, but with input embeddings from the model's `InputProvider`."""
 
     def prepare_inputs_embeds(
         self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: Any, req_states: Any

@@ -105,7 +105,7 @@ class PlainModel(nn.Module, IsAttentionFree):
         """Free the state of a stream that stops before its last part. Unknown streams are ignored."""
 
     def warm_up(self) -> None:
-        """Do the work that would otherwise delay the first request; called once, after loading."""
+        """Compile kernels and the like, so that the first request is not delayed; called once, after loading."""
 
     @staticmethod
     def get_model_state_cls() -> type:
@@ -319,7 +319,7 @@ class PlainScheduler(SchedulerInterface):
         return accepted
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """End the named requests, or all if None; return those that had not ended."""
+        """End the requests with these ids (None: all requests); return the requests that had not ended before."""
         if request_ids is None:
             request_ids = [*self._running, *self._waiting, *self._refused]
         names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
@@ -345,7 +345,7 @@ class PlainScheduler(SchedulerInterface):
         return request_id in self._running or request_id in self._waiting or request_id in self._refused
 
     def has_finished_requests(self) -> bool:
-        """Return whether the worker must still close ended requests."""
+        """Return whether requests have ended whose end is not sent to the worker yet."""
         return bool(self._ended)
 
     def get_request_counts(self) -> tuple[int, int]:

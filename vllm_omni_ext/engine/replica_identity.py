@@ -1,4 +1,4 @@
-"""Identity of a replica's process, passed in its environment: its name, its parent and its coordinator."""
+"""Identity of a replica's process (name, parent, coordinator), which the parent passes in an environment variable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 VARIABLE = "OMNI_REPLICA_IDENTITY"
-"""The environment variable, as JSON. vLLM's config is not used, since it is part of the key of compiled kernels."""
+"""Name of the environment variable with the identity as JSON.
+
+vLLM's config is not used for the identity, since the config is part of the key of compiled kernels.
+"""
 
 
 class ReplicaIdentity(Struct, frozen=True, kw_only=True):

@@ -144,7 +144,7 @@ class StreamingInput(Scheduler):
 
 
 LONGEST_STEP_S = 0.025
-"""Longest step of a stage with `DueFirst`, unless one request alone takes longer."""
+"""Longest step in seconds of a stage with `DueFirst`, unless one request alone takes longer."""
 
 
 class DueFirst(Scheduler):
@@ -157,7 +157,7 @@ class DueFirst(Scheduler):
         self._began = self._ended = 0.0
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step of the requests that are due first and fit into the step's time."""
+        """Schedule one step; while requests wait, limit its tokens to those that fit into `LONGEST_STEP_S`."""
         if self.policy is SchedulingPolicy.PRIORITY and self.waiting:
             least = self.waiting.peek_request().num_tokens
             self.max_num_scheduled_tokens = min(self._most, max(least, self._budget.tokens(self._most)))

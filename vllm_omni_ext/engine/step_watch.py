@@ -1,4 +1,4 @@
-"""Detects a hung engine loop of a replica: a loop that has work, but does not turn. Ends the replica's process then.
+"""Detects a hung engine loop of a replica (it has work, but begins no new iteration, a turn), and ends the process.
 
 Other threads of the process go on during a hang, so their heartbeats do not show the state of the loop. The loop counts
 its turns and its steps in a `LoopClock`; a thread reads the clock. The loop has work unless it waits for its empty
@@ -208,7 +208,7 @@ class StepWatch:
 
 
 def end_hung_process(name: str, limit_s: float) -> None:
-    """Log that this replica's loop is hung, and kill this process: its engine loop cannot end it."""
+    """Log that this replica's engine loop is hung, and kill this process, which the loop cannot end."""
     message = "%s: its engine loop has not turned for more than %g s; the process is killed and started again"
     log.error(message, name, limit_s)
     os.kill(os.getpid(), signal.SIGKILL)

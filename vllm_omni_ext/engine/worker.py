@@ -50,7 +50,7 @@ logger = init_logger(__name__)
 
 
 class WithOutputs(AsyncModelRunnerOutput):
-    """Adds per-request tensors to a runner output that is not on the host yet."""
+    """Adds tensors by request to an asynchronous runner output, which is copied to the host in `get_output`."""
 
     def __init__(self, inner: AsyncModelRunnerOutput, outputs: dict[str, torch.Tensor]) -> None:
         self._inner = inner
@@ -61,7 +61,7 @@ class WithOutputs(AsyncModelRunnerOutput):
 
 
 def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
-    """Attach tensors to a runner output; they become `EngineCoreOutput.pooling_output`."""
+    """Attach tensors by request to a runner output; vLLM sends them as `EngineCoreOutput.pooling_output`."""
     if not outputs:
         return out
     if isinstance(out, AsyncModelRunnerOutput):
@@ -155,7 +155,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
         return get_kv_transfer_group().totals()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample; with the V1 runner on a CPU, a seeded request in the middle of its prompt draws no random number."""
+        """Sample. With the V1 runner on a CPU, seeded requests whose sample will be discarded draw no random number."""
         if not current_platform.is_cpu() or not hasattr(self.model_runner, "input_batch"):
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):

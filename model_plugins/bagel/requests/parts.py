@@ -37,7 +37,7 @@ def split_prompt(ids: Sequence[int], features: Sequence[Any], tokens: Tokens) ->
 
 
 def cut_at_pictures(ids: Sequence[int], features: Sequence[Any]) -> Iterator[tuple[Sequence[int], Any]]:
-    """Yield the ids before each picture, and its feature, in order; then the ids after the last picture, and None."""
+    """Yield (ids before a picture, the picture's feature) for each picture, then (ids after the last picture, None)."""
     at = 0
     for feature in sorted(features, key=lambda each: each.mm_position.offset):
         where = feature.mm_position

@@ -46,7 +46,7 @@ class Thought(Modality):
     chunk = ThoughtChunk
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
-        """Return the thought as `reasoning` of the message."""
+        """Return the thought as the message's field `reasoning`, and its number of tokens."""
         found = [chunk for chunk in chunks if isinstance(chunk, ThoughtChunk)]
         if not found:
             return Assembled()

@@ -90,7 +90,7 @@ class PictureInfo(BaseProcessingInfo):
 
     @property
     def largest_side(self) -> int:
-        """Side in pixels of the square picture with the most patches."""
+        """Side in pixels of the square picture that has the most patches of all pictures."""
         return self.sizes.vae_resize.longest
 
 

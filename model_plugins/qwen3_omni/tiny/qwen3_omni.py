@@ -22,7 +22,7 @@ FILES = (
 """All files of a checkpoint, except the marker."""
 
 PACKAGE = "vllm_omni_ext_tiny"
-"""The trained checkpoint is a package of its own: most installations need no 8 MB of weights."""
+"""Package with the trained checkpoint. It is separate, since most installations do not use its 8 MB of weights."""
 
 
 def write_qwen3_omni(

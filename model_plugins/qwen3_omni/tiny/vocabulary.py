@@ -57,7 +57,7 @@ _SPACE = "Ġ"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A text vocabulary.
+    """Tokens, ids and merges of a text tokenizer.
 
     Attributes:
         ids: text token (in byte-level letters) -> id, without the special tokens.
