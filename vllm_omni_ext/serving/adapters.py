@@ -1,8 +1,8 @@
-"""LoRA adapters: vLLM's two endpoints with `targets`, for all API servers of a deployment.
+"""Adds `targets` (stages or replicas) to vLLM's two LoRA endpoints, and shares adapters among all API servers.
 
-An adapter that one API server has loaded can be named at all of them, as a model, when the call returns. An API server
-that is started again receives the loaded adapters. Engines load an adapter by the path in a request, so replicas that
-join later, or are started again, need no call. Adapters of later stages are refused: no request could name them.
+When the call that loads an adapter returns, every API server accepts its name as a model. An API server that is started
+again receives the loaded adapters. Engines load an adapter by the path in a request, so replicas that join later, or
+are started again, need no call. Adapters of later stages are refused: a request has no field that could select them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from vllm_omni_ext.serving.operator_calls import TARGETS, Targets, known_paramet
 from vllm_omni_ext.serving.responses import BadRequest
 
 NS_PER_NUMBER = 1_000_000
-"""Numbers of adapters begin with the time of the API server's start, in milliseconds."""
+"""Divides nanoseconds into milliseconds: adapter numbers begin at the start time of the API server in milliseconds."""
 
 
 class LoadAdapter(LoadLoRAAdapterRequest):
-    """vLLM's body, with targets."""
+    """vLLM's request body for loading an adapter, with the field `targets`."""
 
     targets: Any = None
 
 
 class UnloadAdapter(UnloadLoRAAdapterRequest):
-    """vLLM's body, with targets."""
+    """vLLM's request body for unloading an adapter, with the field `targets`."""
 
     targets: Any = None
 
@@ -52,13 +52,13 @@ router = APIRouter(dependencies=[FIELDS])
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(validate_json_request)])
 async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets: Targets = None) -> Response:
-    """Load an adapter."""
+    """Load a LoRA adapter into the targets, by default into all replicas of the frontend."""
     return await raw_request.app.state.omni_adapters.load(request, named_in(targets, request.targets))
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[Depends(validate_json_request)])
 async def unload_lora_adapter(request: UnloadAdapter, raw_request: Request, targets: Targets = None) -> Response:
-    """Without targets, drop an adapter's name, as vLLM does; with targets, also remove the adapter from them."""
+    """Remove an adapter from the targets; without targets, only its name is removed from the models, as in vLLM."""
     return await raw_request.app.state.omni_adapters.unload(request, named_in(targets, request.targets))
 
 
@@ -69,7 +69,7 @@ def _as_vllm(answer: ErrorResponse | str) -> Response:
 
 
 class Adapters:
-    """The frontend's adapters. `stock` is vLLM's model list, which has the adapters of the command line."""
+    """Loads and unloads LoRA adapters of the frontend (the stage that writes text). `stock` is vLLM's model list."""
 
     def __init__(self, omni: AsyncOmni, stock: OpenAIServingModels) -> None:
         self._omni = omni
@@ -84,7 +84,7 @@ class Adapters:
         omni.adapters_changed = self._changed
 
     async def load(self, request: LoadAdapter, targets: list[str] | None) -> Response:
-        """Load an adapter into the targets, or all of the frontend; all have loaded it when its name becomes valid."""
+        """Load an adapter into the targets (None: all frontend replicas). Its name is valid when all have loaded it."""
         if self._omni.vllm_config.lora_config is None:
             raise BadRequest("lora_name: this server has no LoRA; start it with --enable-lora", parameter="lora_name")
         models, replies = self._stock, Replies()
@@ -97,7 +97,7 @@ class Adapters:
                     raise CallFailed(replies)
                 return True
 
-            models = copy.copy(self._stock)  # it shares the names of adapters
+            models = copy.copy(self._stock)  # shallow: the copy adds the adapter to the same `lora_requests`
             models.engine_client = SimpleNamespace(add_lora=add_lora)  # type: ignore[assignment]
         answer = await models.load_lora_adapter(request)
         if not isinstance(answer, ErrorResponse):
@@ -113,7 +113,7 @@ class Adapters:
         return report(replies) if replies else _as_vllm(answer)
 
     async def unload(self, request: UnloadAdapter, targets: list[str] | None) -> Response:
-        """Drop an adapter's name. With targets, remove it from them, and drop the name if these are all replicas."""
+        """Remove an adapter from the targets (None: none), and its name if they are all replicas of a stage or None."""
         adapter = self._stock.lora_requests.get(request.lora_name)
         if targets is not None:
             self._check(targets)
@@ -145,7 +145,7 @@ class Adapters:
         )
 
     def _check(self, targets: list[str]) -> None:
-        """Refuse stages other than the frontend: no request can name their adapters."""
+        """Raise BadRequest if a target is not a replica of the frontend: requests cannot select its adapters."""
         for replica in self._omni.calls.resolve(targets):
             if not self._omni.calls.is_text(replica.stage):
                 raise BadRequest(
@@ -156,7 +156,7 @@ class Adapters:
 
 
 class Numbers:
-    """Numbers of adapters (vLLM's `lora_int_id`), above `before`: unique over all API servers and earlier ones."""
+    """Counts adapter numbers (vLLM's `lora_int_id`) above `before`, unique over all API servers, also ended ones."""
 
     def __init__(self, before: int, connections: Connections) -> None:
         self._step = connections.client_count
@@ -164,6 +164,6 @@ class Numbers:
         self._value = first * self._step + connections.client_index - self._step
 
     def inc(self, num: int = 1) -> int:
-        """Return the next number, as vLLM's `AtomicCounter`; vLLM always calls it with `num=1`."""
+        """Return the next number. Same signature as vLLM's `AtomicCounter.inc`; vLLM always calls it with `num=1`."""
         self._value += self._step * num
         return self._value

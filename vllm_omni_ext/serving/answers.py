@@ -1,10 +1,11 @@
-"""Chat answers with more than text in OpenAI's format: whole answers, and streams.
+"""Writes chat answers that contain more than text in OpenAI's format, whole or as a stream of these chunks:
 
     role, content + audio.transcript ..., audio.data ..., audio.expires_at, finish_reason, [usage], [DONE]
 
-vLLM's own handler writes the text. It reads from `text_of`, which removes the other outputs, so the end of a stream
-- the usage and `[DONE]` - comes after all outputs, and an error of any stage becomes vLLM's error. Only the finish
-reason is moved: many clients stop reading there. `modality` of every chunk names its content, as in vllm-omni.
+vLLM's own handler writes the text. It reads from `text_of`, which removes the outputs of other modalities and ends
+after the last of them. Thus the usage and `[DONE]` follow all outputs, and an error of any stage becomes vLLM's error.
+Only the finish reason is moved to the end: many clients stop reading there. The field `modality` of each chunk names
+the modality of its content, as in vllm-omni.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ AUDIO_TOKENS = "audio_tokens"
 
 
 class TextOutputs:
-    """Converts one request's chunks to `RequestOutput`s, with the new text alone (`delta`) or all text so far."""
+    """Converts a request's text chunks to `RequestOutput`s with the new text (`delta`), or the text since the start."""
 
     def __init__(self, request_id: str, *, delta: bool) -> None:
         self._request_id = request_id
@@ -40,7 +41,10 @@ class TextOutputs:
         self._tokens = 0
 
     def output(self, prompt: Sequence[int], chunk: TextChunk | None = None) -> RequestOutput:
-        """Return the output for a chunk, or of a request without text. Token ids are unknown, their number is known."""
+        """Return the output for a chunk; None: the final output of a request that made no text.
+
+        The chunks contain no token ids, so the output has as many zeros as the text has tokens.
+        """
         if chunk is not None:
             self._text = chunk.text if self._delta else self._text + chunk.text
             self._tokens = chunk.tokens if self._delta else self._tokens + chunk.tokens
@@ -59,19 +63,20 @@ class TextOutputs:
 
 @dataclass(kw_only=True)
 class ChatAnswer:
-    """One chat request, from its body to its answer.
+    """Options of one chat request, and the outputs collected for its answer.
 
     Attributes:
         modalities: modalities of the answer other than text, by name.
         encodings: encoding of each modality that clients can request.
         metrics: the answer contains `metrics`.
-        prompt: token ids, once the request has been rendered.
-        parts: the caller gets the stream's parts instead of server-sent events.
+        may_call_tool: the request has tools and allows the model to call them.
+        prompt: token ids; empty until the request has been rendered.
+        parts: the stream yields the dicts and chunks of a `PartStream` instead of server-sent events.
         prompt_audio: number of the prompt's tokens that are sound.
         prompt_image: number of the prompt's tokens that are pictures.
         cached: number of the prompt's tokens that the frontend had in its prefix cache.
-        chunks: the chunks of a whole answer other than text, by modality.
-        trace: the times of the request in each stage; None before it has begun.
+        chunks: chunks of other modalities than text, by modality; only filled if the answer is not streamed.
+        trace: times of the request in each stage; None until the request starts.
     """
 
     options: RequestOptions
@@ -89,11 +94,11 @@ class ChatAnswer:
     trace: RequestTrace | None = None
 
     def watch(self, trace: RequestTrace) -> None:
-        """Keep the record of the request; with several answers (`n`), that of the one that begins last."""
+        """Store the request's trace for `metrics`. With `n` > 1 answers, the trace of the last one to start is kept."""
         self.trace = trace
 
     def stage_metrics(self) -> dict[str, Any]:
-        """Return `metrics` of the answer."""
+        """Return the answer's `metrics`: the times in each stage; empty if the request has not started."""
         return {} if self.trace is None else as_metrics(self.trace)
 
     async def text_of(
@@ -103,13 +108,14 @@ class ChatAnswer:
         stream: ChatStream | None = None,
         watch: Callable[[RequestOutput], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Yield the text outputs of `source`, at least one; other chunks are stored or streamed. Closes `source`.
+        """Yield the text outputs of `source`, at least one. Closes `source`.
 
         Args:
-            watch: called with each output of text.
+            stream: receives the chunks of other modalities; None: the chunks are added to `chunks`.
+            watch: called with each text output.
 
         Raises:
-            VLLMError: the error of `source`, as vLLM's error.
+            VLLMError: `source` has raised an error; its error is converted to vLLM's.
         """
         outputs, has_output = TextOutputs(request_id, delta=self.stream), False
         async with aclosing(with_vllm_errors(source)) as items:
@@ -132,7 +138,7 @@ class ChatAnswer:
             await stream.end()
 
     async def complete(self, response: ChatCompletionResponse) -> None:
-        """Add the other outputs of a whole answer, their usage, and `metrics` to vLLM's response."""
+        """Add the outputs of other modalities, their usage, and `metrics` to vLLM's response, which has the text."""
         if self.metrics:
             stock = {} if response.metrics is None else response.metrics.model_dump(exclude_none=True)
             response.metrics = PerRequestMetrics(**stock, **self.stage_metrics())
@@ -168,12 +174,12 @@ class ChatAnswer:
 
 
 def tokens_in(usage: Mapping[str, int]) -> int:
-    """Return the tokens of a modality's usage; OpenAI counts tokens of sound within `completion_tokens`."""
+    """Return the sum of a usage's `*_tokens` fields. OpenAI includes the tokens of sound in `completion_tokens`."""
     return sum(count for name, count in usage.items() if name.endswith("_tokens"))
 
 
 class ChatStream:
-    """The events of one streamed answer. `text_only` ends all outputs of the request but its text."""
+    """Writes the events of one streamed answer. `text_only` ends all outputs of the request except its text."""
 
     def __init__(
         self, answer: ChatAnswer, *, request_id: str, model: str, text_only: Callable[[], Awaitable[None]]
@@ -182,7 +188,7 @@ class ChatStream:
         self._text_only = text_only
         self._tool_call: asyncio.Future[None] | None = None
         self._held: list[OutputChunk] | None = [] if answer.may_call_tool else None
-        """Chunks before the first content, which the tool parser may still hold back; None: chunks are sent."""
+        """Chunks that arrived before the first text: the answer may still become a tool call. None: chunks are sent."""
         self._request_id = request_id
         self._metrics_due = answer.metrics
         self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
@@ -197,9 +203,14 @@ class ChatStream:
     async def events(
         self, source: AsyncGenerator[Any, None], stock: Callable[[AsyncGenerator[Any, None]], AsyncGenerator[str, None]]
     ) -> AsyncGenerator[Any, None]:
-        """Yield all events of the outputs and chunks in `source` (of a `PartStream`, all parts). Closes `source`."""
+        """Yield the answer's server-sent events; a `PartStream` yields parts. Closes `source`.
+
+        Args:
+            source: text outputs of the frontend, and chunks of other modalities.
+            stock: vLLM's stream generator: takes text outputs, yields vLLM's events.
+        """
         text = self._answer.text_of(source, self._request_id, self)
-        if not self._streams:  # text only: nothing but vLLM's events, each rewritten
+        if not self._streams:  # only text is requested: rewrite vLLM's events
             async with aclosing(text), aclosing(stock(text)) as events:
                 async for stock_event in events:
                     yield self._rewritten(stock_event)
@@ -228,7 +239,7 @@ class ChatStream:
     # -- other outputs ------------------------------------------------------------------------------------------
 
     async def take(self, chunk: OutputChunk) -> None:
-        """Send a chunk other than text, unless the text is a tool call, which is not spoken."""
+        """Send a chunk of another modality than text. The chunk is dropped if the text is a tool call."""
         if self._tool_call is not None:
             return
         if self._held is not None:
@@ -257,7 +268,7 @@ class ChatStream:
                 self._send(name, stream.end())
 
     async def _release(self) -> None:
-        """Send the chunks that were held back, and hold back no more."""
+        """Send the chunks in `_held`; later chunks are sent on arrival."""
         held, self._held = self._held, None
         for chunk in held or ():
             await self.take(chunk)
@@ -276,7 +287,7 @@ class ChatStream:
     # -- vLLM's events ------------------------------------------------------------------------------------------
 
     def _rewritten(self, event: str) -> Any:
-        """Return an event of vLLM as the client gets it."""
+        """Return one of vLLM's events with the fields that this class adds, moves or removes."""
         if event == DONE:
             return self._done()
         chunk = read_event(event)
@@ -298,7 +309,7 @@ class ChatStream:
         return write_event({**self._head, "choices": [], "metrics": self._answer.stage_metrics()}) + DONE
 
     def _count(self, chunk: dict[str, Any]) -> None:
-        """Complete the usage chunk with the usage of the whole answer."""
+        """Add the usage of the other modalities, and `metrics`, to the usage chunk."""
         usage = chunk["usage"]
         if self._streams:
             details = usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
@@ -331,17 +342,17 @@ class ChatStream:
 
 
 class PartStream(ChatStream):
-    """The parts of one streamed answer, for callers in this process.
+    """Yields one streamed answer as Python objects (parts), for callers in this process.
 
-    A part is a chunk of vLLM's stream as a dict (`choices`, `usage` or `error`), or an `OutputChunk` as it was made.
-    Sound is neither encoded nor copied. The dict `{}` ends the stream.
+    A part is a chunk of vLLM's stream as a dict (`choices`, `usage` or `error`), or an unchanged `OutputChunk`.
+    Sound is neither encoded nor copied. The last part is the dict `{}`.
     """
 
     async def _pass_on(self, chunk: OutputChunk) -> None:
         self._out.put_nowait(chunk)
 
     def _end_outputs(self) -> None:
-        """Do nothing: the last chunk of a modality is marked."""
+        """Do nothing: the last `OutputChunk` of a modality has `last` set."""
 
     def _written(self, chunk: dict[str, Any]) -> Any:
         return chunk
@@ -350,7 +361,7 @@ class PartStream(ChatStream):
         return {}
 
     def _count(self, chunk: dict[str, Any]) -> None:
-        """Add the numbers of the prompt's tokens; those of other outputs are in their chunks."""
+        """Add the numbers of prompt tokens to the usage. The chunks of other modalities contain their own numbers."""
         answer = self._answer
         counts = {
             "cached_tokens": answer.cached,

@@ -1,6 +1,7 @@
-"""`/v1/chat/completions`. vLLM's handler does the work; other outputs than text are removed before it and added after.
+"""Handler of `/v1/chat/completions`: vLLM's handler, extended by outputs of other modalities than text.
 
-A request's options travel under one key of `vllm_xargs`, which vLLM copies into the engine's parameters.
+vLLM's handler receives only the text outputs. The outputs of other modalities are added to its answer. A request's
+options are stored under a key in `vllm_xargs`, which vLLM copies into the sampling parameters of the engine.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ Parts: TypeAlias = AsyncGenerator[dict[str, Any] | OutputChunk, None]
 
 MESSAGES = "messages"
 METRICS = "return_stage_metrics"
-"""Field that requests the times that a request spent in each stage."""
+"""Boolean field of a chat request: the answer contains the times that the request spent in each stage."""
 
 SOUND_FORMATS = ("wav", "mp3", "mpeg", "mpga", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm")
-"""Values of `input_audio.format`: the files that `/v1/audio/transcriptions` takes, and those that a reply may be."""
+"""Values of `input_audio.format`: the formats of `/v1/audio/transcriptions`, and those of this server's answers."""
 
 CHECKED_BY_VLLM = ("wav", "mp3")
-"""The two that the type of vLLM's request has, which is OpenAI's."""
+"""Formats that vLLM's request type allows, which is OpenAI's."""
 
 NO_RESAMPLER = "the sound's sample rate is not the model's; to change it the server needs soxr, scipy, av or torchaudio"
-"""Message for a PackageNotFoundError: to name a missing extra, vLLM looks up its own package under a fixed name."""
+"""Message for a PackageNotFoundError, which vLLM raises if its own package is not installed under the name `vllm`."""
 
 
 class OmniServingChat(OpenAIServingChat):
-    """Chat with answers of several modalities."""
+    """vLLM's chat handler with answers of several modalities."""
 
     engine_client: AsyncOmni
     _model: ServedModel
@@ -63,7 +64,7 @@ class OmniServingChat(OpenAIServingChat):
 
     @classmethod
     def of(cls, stock: OpenAIServingChat, model: ServedModel) -> OmniServingChat:
-        """Return a copy of vLLM's handler, which vLLM has made with all arguments of the server, of this class."""
+        """Return an instance of this class with the attributes of vLLM's handler, which has the server's arguments."""
         handler = cls.__new__(cls)
         handler.__dict__.update(vars(stock), _model=model, _answers={})
         return handler
@@ -75,9 +76,9 @@ class OmniServingChat(OpenAIServingChat):
         return await self._answered(request, raw_request)
 
     async def create_parts(self, request: ChatCompletionRequest) -> Parts | ErrorResponse:
-        """Answer a chat request of this process, which is streamed, with the parts of a `PartStream`.
+        """Return the parts (see `PartStream`) of the answer to a streamed chat request that comes from this process.
 
-        The request aborts when the generator is closed.
+        Closing the generator aborts the request.
 
         Raises:
             PromptTooLong: a stage other than the frontend cannot take the prompt.
@@ -116,7 +117,7 @@ class OmniServingChat(OpenAIServingChat):
             self.engine_client.admission.withdraw(key)
 
     def _watches(self, answer: ChatAnswer) -> bool:
-        """Return whether a tool call must be found before a whole answer ends, because it would be spoken."""
+        """Return whether a whole answer is parsed during generation, to stop the other modalities at a tool call."""
         return answer.may_call_tool and bool(answer.modalities) and not answer.stream and self.parser_cls is not None
 
     def _answer(self, request: ChatCompletionRequest) -> ChatAnswer:
@@ -124,7 +125,7 @@ class OmniServingChat(OpenAIServingChat):
         return self._answers[request.vllm_xargs[TICKET]]
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
-        """vLLM's step from a request to a prompt; errors in the messages become errors for the client."""
+        """Render a request to a prompt as vLLM does. Errors in the messages or their media become BadRequest."""
         try:
             rendered = await super().render_chat_request(request)
         except MediaNotFetched as err:
@@ -151,7 +152,7 @@ class OmniServingChat(OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
-        """vLLM's hook for the whole answer."""
+        """Return the whole answer; vLLM calls this method for requests without `stream`."""
         answer, watch = self._begin(request, kwargs), None
         if self._watches(answer):
             _, _, tokenizer, *_ = args
@@ -172,7 +173,7 @@ class OmniServingChat(OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
-        """vLLM's hook for the answer as server-sent events."""
+        """Yield the answer as server-sent events; vLLM calls this method for requests with `stream`."""
         answer, stock = self._begin(request, kwargs), super().chat_completion_stream_generator
         text_only = partial(self.engine_client.text_only, request_id)
         kind = PartStream if answer.parts else ChatStream
@@ -182,7 +183,7 @@ class OmniServingChat(OpenAIServingChat):
         )
 
     def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> ChatAnswer:
-        """Return the request's answer, with the arguments of vLLM's hooks."""
+        """Return the request's `ChatAnswer`, and store in it the token counts that vLLM passes to its generators."""
         answer = self._answer(request)
         counts = hook_arguments.get("mm_token_counts") or {}
         answer.prompt_audio, answer.prompt_image = int(counts.get("audio", 0)), int(counts.get("image", 0))
@@ -190,7 +191,7 @@ class OmniServingChat(OpenAIServingChat):
 
 
 async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatAnswer:
-    """Read and check a request; RequestError names the field and the allowed values.
+    """Check a chat request, and return its options. A RequestError names the field and the allowed values.
 
     The frontend's entry of `sampling_params_list` is copied into the request's own fields.
     """
@@ -199,7 +200,7 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     fields = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
     found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
     options = await model.surface.chat_options(found.options, request, model)
-    if request.tools and request.tool_choice not in (None, "none", "auto"):  # a tool call, which is not spoken
+    if request.tools and request.tool_choice not in (None, "none", "auto"):  # the answer is a tool call: no sound
         options = replace(options, modalities=tuple(name for name in options.modalities if name != AUDIO) or (TEXT,))
     check(model.runtime, options, found.paths)
     apply_to_frontend(model.omni.plan, request)
@@ -225,11 +226,11 @@ def _refuse_several(request: ChatCompletionRequest, names: str) -> None:
 
 
 def sound_of_any_format(messages: list[Any], sent: Any) -> None:
-    """Replace `input_audio` in another format than WAV and MP3 by an `audio_url` with the same data, in place.
+    """Replace each `input_audio` that is neither WAV nor MP3 by an `audio_url` with the same data, in place.
 
     Args:
-        messages: of the request; pydantic checks their content when it is read, and refuses other formats then.
-        sent: the body's `messages`.
+        messages: the request's messages. Reading their content runs pydantic's checks, which refuse other formats.
+        sent: `messages` of the JSON body, unchecked.
 
     Raises:
         RequestError: a format is unknown.
@@ -261,11 +262,11 @@ def _as_url(part: Any, name: str) -> Any:
 def transcripts_for_assistant_audio(messages: list[Any]) -> None:
     """Replace `audio` of assistant messages by its text, in place.
 
-    OpenAI's API lets a client name an earlier sound by its id. This server keeps nothing of finished requests, so the
-    message must contain its text: as `content`, or as `audio.transcript` (an unchanged answer message has it).
+    In OpenAI's API a client can refer to an earlier sound by its id. This server does not store finished requests, so
+    the message must contain the text as `content` or as `audio.transcript`. Unchanged answers contain the transcript.
 
     Raises:
-        RequestError: a message has neither.
+        RequestError: a message with `audio` has no text and no tool call.
     """
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") != "assistant":
@@ -286,7 +287,7 @@ def transcripts_for_assistant_audio(messages: list[Any]) -> None:
 
 
 class ToolCallWatch:
-    """Calls `found` at the first tool call of one answer. The parser keeps state, so each answer has its own."""
+    """Parses one answer during generation, and calls `found` at its first tool call. The parser keeps its state."""
 
     def __init__(self, parser: Parser, request: ChatCompletionRequest, found: Callable[[], Awaitable[None]]) -> None:
         self._parser: Parser | None = parser
@@ -295,7 +296,7 @@ class ToolCallWatch:
         self._text = self._tokens = 0
 
     async def take(self, output: RequestOutput) -> None:
-        """Parse the new part of an output with all text so far."""
+        """Parse the text that this output adds to the output before it."""
         if self._parser is None:
             return
         (answer,) = output.outputs

@@ -1,4 +1,4 @@
-"""The handler of the APIs whose requests do not use the frontend: `/v1/audio/speech` and `/v1/images/*`."""
+"""Handler of `/v1/audio/speech` and `/v1/images/*`, whose requests bypass the frontend (the stage that writes text)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Chunk = TypeVar("Chunk")
 
 
 class DirectAnswer(ABC):
-    """A checked request, and its answer."""
+    """A request whose fields are checked; starts the request and writes its answer."""
 
     media_type: str | None
     """MIME type of a streamed answer; None: the answer is sent as a whole."""
@@ -29,19 +29,19 @@ class DirectAnswer(ABC):
 
     @abstractmethod
     def start(self, model: ServedModel, request_id: str) -> AsyncGenerator[Any, None]:
-        """Start the request; yields the chunks of its answer."""
+        """Start the request, and return a generator of its output chunks."""
 
     @abstractmethod
     async def whole(self, chunks: AsyncGenerator[Any, None]) -> Response:
-        """Return the whole answer. Closes `chunks`."""
+        """Return the HTTP response with the whole answer. Closes `chunks`."""
 
     @abstractmethod
     def stream(self, chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str | bytes, None]:
-        """Yield the parts of a streamed answer. Closes `chunks`."""
+        """Yield the pieces of the HTTP body of a streamed answer. Closes `chunks`."""
 
 
 async def only(kind: type[Chunk], source: AsyncGenerator[Any, None]) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of a class. Closes `source`."""
+    """Yield the chunks of `source` that are instances of `kind`. Closes `source`."""
     async with aclosing(source):
         async for chunk in source:
             if isinstance(chunk, kind):
@@ -49,23 +49,22 @@ async def only(kind: type[Chunk], source: AsyncGenerator[Any, None]) -> AsyncGen
 
 
 class DirectServing(GenerateBaseServing):
-    """Answers requests that do not use the frontend."""
+    """Runs `DirectAnswer`s: starts the request, sends the response, and converts errors to vLLM's."""
 
     def __init__(self, model: ServedModel, **stock: Any) -> None:
         super().__init__(engine_client=model.omni, **stock)
         self.model = model
 
     async def check_model(self, request: Any) -> Response | None:
-        """Return the error response if the request names another model."""
+        """Return the error response if the request's `model` is not served; None if it is."""
         unknown = await self._check_model(request)
         return None if unknown is None else refusal(unknown)
 
     async def respond(self, answer: DirectAnswer, raw_request: Request, prefix: str) -> Response:
-        """Start a request and answer it; its id begins with `prefix`.
+        """Start a request and return its response. The request id begins with `prefix`.
 
         Raises:
-            OmniError: the request is refused.
-            VLLMError: the request failed before the first byte of its answer.
+            VLLMError: the request was refused, or failed before the first byte of its answer.
         """
         self._preflight()
         chunks = answer.start(self.model, f"{prefix}-{self._base_request_id(raw_request)}")

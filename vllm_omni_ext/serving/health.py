@@ -1,9 +1,10 @@
-"""`/health`, the probes of Kubernetes, `/metrics` and `/v1/omni/status`.
+"""Routes `/health`, the probes of Kubernetes, `/metrics` and `/v1/omni/status`.
 
-A missing replica fails readiness only, so Kubernetes does not restart the server: its supervisor starts the replica
-again. Liveness fails if only a restart of the server helps: a stage that requests need was given up (`restart_limit`),
-or the coordinator has been silent for too long. The head does not end by itself then: other stages still answer, and
-the operator can read `/v1/omni/status`.
+If a replica is missing, only readiness fails. Kubernetes does not restart the server then: the server's supervisor
+starts the replica again. Liveness fails if only a restart of the server helps: a stage that requests need has no
+replica and has reached its `restart_limit`, or no message of the coordinator has arrived for COORDINATOR_LOST_S. The
+head (the process that started the server) does not exit then: other stages still serve requests, and the operator can
+read `/v1/omni/status`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ UP, DOWN = "UP", "DOWN"
 LIVE, READY, STARTED = "/health/live", "/health/ready", "/health/startup"
 
 COORDINATOR_LOST_S = 300.0
-"""Silence of the coordinator after which only a restart of the server helps; the head replaces one within seconds."""
+"""Seconds without a message of the coordinator until liveness fails; the head restarts a coordinator within seconds."""
 
 METHODS = ["GET", "HEAD"]
 
@@ -40,10 +41,10 @@ router = APIRouter()
 
 
 class Progress:
-    """The state between probes: this server's start time, and the stages that have been up.
+    """State that the probes share: the start time of this API server, and the stages that have been up.
 
     Args:
-        clock: seconds that never go back.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,18 +53,18 @@ class Progress:
         self._seen: set[str] = set()
 
     def running(self) -> float:
-        """Return the seconds since the start."""
+        """Return the seconds since the start of this API server."""
         return self._clock() - self._since
 
     def never_up(self, omni: AsyncOmni) -> list[str]:
-        """Return the needed stages that had their `min_replicas` neither at an earlier probe nor now."""
+        """Return the stages that requests need and that had `min_replicas` live replicas at no probe, including now."""
         needed = needed_stages(omni)
         self._seen.update(name for name in needed if _lack(omni, name) is None)
         return [name for name in needed if name not in self._seen]
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add our routes before vLLM's, so that ours answer `/health` and `/metrics`, and the state of the probes."""
+    """Add our routes before vLLM's, so that they replace vLLM's `/health` and `/metrics`; create the probes' state."""
     app.state.progress = Progress()
     before = list(app.router.routes)
     app.include_router(router)
@@ -85,7 +86,7 @@ async def health(request: Request, kind: str | None = None) -> JSONResponse:
 
 @router.api_route(LIVE, methods=METHODS, include_in_schema=False)
 async def live(request: Request) -> JSONResponse:
-    """Status 200 unless only a restart of the server helps; a replica that is started again is no reason."""
+    """Status 503 if only a restart of the server helps, else 200: also while a replica is started again."""
     omni: AsyncOmni = request.app.state.engine_client
     if omni.draining:
         return _answer([])
@@ -109,7 +110,7 @@ async def ready(request: Request, kind: str | None = None) -> JSONResponse:
 
 @router.api_route(STARTED, methods=METHODS, include_in_schema=False)
 async def started(request: Request) -> JSONResponse:
-    """Status 200 once every stage that requests need has had its `min_replicas`, even if it has fewer now."""
+    """Status 200 once every stage that requests need has had `min_replicas` live replicas, even if it has fewer now."""
     missing = request.app.state.progress.never_up(request.app.state.engine_client)
     return _answer([f"stage '{name}' has not been up yet" for name in missing])
 
@@ -124,13 +125,14 @@ def _answer(
 
 
 def _obstacles(omni: AsyncOmni, kind: str | None) -> list[str]:
-    """Return the reasons for which requests cannot be served: shutdown, failure, and stages below `min_replicas`.
+    """Return the reasons why requests cannot be served: shutdown, failure, and stages below `min_replicas`.
 
     Args:
-        kind: only stages that requests of this kind need count; None: those that any kind needs.
+        kind: kind of request, a key of `capabilities.routes`; only the stages that such requests need are checked.
+            None: the stages that any kind of request needs.
 
     Raises:
-        BadRequest: there is no such kind.
+        BadRequest: `kind` is not in `capabilities.routes`.
     """
     routes = omni.capabilities.routes
     if kind is not None and kind not in routes:
@@ -153,14 +155,18 @@ def _requests(omni: AsyncOmni) -> dict[str, str]:
 
 
 def needed_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
-    """Return the names of stages that requests need; `needed=None`: those that any kind of request needs."""
+    """Return the names of the planned stages with a `model_stage` in `needed`.
+
+    Args:
+        needed: model stages; empty: all stages; None: the stages that any kind of request needs.
+    """
     if needed is None:
         needed = {name for each in omni.capabilities.routes.values() for name in each}
     return [stage.name for stage in omni.plan.model_stages() if not needed or stage.model_stage in needed]
 
 
 def _lack(omni: AsyncOmni, stage: str) -> str | None:
-    """Return a sentence about a stage with fewer live replicas than its `min_replicas`; None if it has enough."""
+    """Return an error sentence if a stage has fewer live replicas than `min_replicas`, else None."""
     wanted, live = omni.plan.config.stage(stage).min_replicas, len(_live(omni, stage))
     if wanted == 1:
         return None if live else f"stage '{stage}' has no live replica"
@@ -173,16 +179,16 @@ def _live(omni: AsyncOmni, stage: str) -> tuple[ReplicaId, ...]:
 
 @router.get("/metrics", include_in_schema=False)
 def metrics() -> Response:
-    """Return all metrics, as vLLM does."""
+    """Return all Prometheus metrics of vLLM and of this package."""
     metrics: Any = ReplicaLabels(get_prometheus_registry())
     return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/omni/status", dependencies=[known_parameters()])
 async def status(request: Request) -> dict[str, Any]:
-    """Return every process with its load.
+    """Return the state and load of every replica, the API servers, the coordinator, and the KV transfers.
 
-    In `kv_edges`, `handed` and `fetching` count the requests of this API server.
+    In `kv_edges`, `handed` and `fetching` count only requests of this API server.
     """
     omni: AsyncOmni = request.app.state.engine_client
     connections = omni.replica_connections
@@ -217,7 +223,7 @@ async def status(request: Request) -> dict[str, Any]:
 def _replica(omni: AsyncOmni, replica: ReplicaId) -> dict[str, Any]:
     about, report = omni.replica_connections.about[replica], omni.replica_connections.reports.get(replica)
     load = None if report is None else report.entry.load
-    # Statistics in engine outputs reach only one API server; the coordinator sends them to all.
+    # An engine sends its statistics to one API server only; the coordinator sends them to all.
     running, waiting = omni.observer.loads.get(replica, (0, 0)) if load is None else (load.running, load.waiting)
     return {
         "id": str(replica),

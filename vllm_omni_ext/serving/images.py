@@ -1,4 +1,4 @@
-"""`/v1/images/generations` and `/v1/images/edits`, as in OpenAI's API."""
+"""Routes `/v1/images/generations` and `/v1/images/edits` of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST_IMAGES = 10
 MOST_PREVIEWS = 3
 
 UPLOADS = re.compile(r"(image|mask)(\[\d*\])?")
-"""Names of the form parts that are files."""
+"""Matches the names of form parts that must be files: image, image[], image[0], mask."""
 
 _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 Job = tuple[Rendered, RequestOptions]
@@ -57,9 +57,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ImageRequest(OpenAIBaseModel):
-    """Body of both endpoints; the model's fields and the parameters of its stages are accepted too.
+    """Body of both endpoints. Fields that the model declares, and parameters of its stages, are allowed too.
 
-    For the plugin, `images` and `mask` are the pictures to edit, as PIL images; `size` is None for "auto".
+    `images` and `mask` are the pictures to edit, as PIL images, for the plugin. `size` is None for "auto".
     """
 
     prompt: str
@@ -82,7 +82,7 @@ class ImageRequest(OpenAIBaseModel):
 
     @property
     def encoding(self) -> ImageEncoding:
-        """The encoding of the pictures."""
+        """Format and quality in which the answer's pictures are encoded."""
         quality = 100 if self.output_compression is None else self.output_compression
         return ImageEncoding(format=self.output_format or PNG, quality=quality)
 
@@ -114,15 +114,15 @@ async def _respond(request: ImageRequest, raw_request: Request, kind: str) -> Re
 
 
 Pictures = AsyncGenerator[tuple[int, ImageChunk], None]
-"""Pictures as they arrive, each with the number of its job."""
+"""Yields (index of the job, picture) in the order of arrival."""
 
 
 class ImageAnswer(DirectAnswer):
-    """Pictures without a conversation.
+    """Starts one request for each picture, and writes the response of the images API.
 
     Args:
-        jobs: one for each picture.
-        kind: begins the names of a stream's events.
+        jobs: prompt and options of each picture.
+        kind: prefix of the names of a stream's events, e.g. "image_generation".
     """
 
     error_event = "error"
@@ -170,13 +170,13 @@ class ImageAnswer(DirectAnswer):
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
-    """Add the routes."""
+    """Add the routes of the images API to the application; `stock` are arguments of vLLM's handler."""
     app.state.omni_serving_images = DirectServing(model, **stock)
     app.include_router(router)
 
 
 async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
-    """Check a request for pictures; return one job per picture. RequestError names the field and the allowed values."""
+    """Return the prompt and options of each requested picture. A RequestError names the field and allowed values."""
     await refuse_long(model.omni, "prompt", request.prompt)
     validate_json_values(request.model_copy(update={"images": [], "mask": None}))
     request.size = None if request.size == AUTO else request.size
@@ -203,7 +203,7 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
 
 
 async def read_form(raw_request: Request) -> ImageRequest:
-    """Read the form of an edit: files as PIL images, other parts as a body's fields; RequestError names the part."""
+    """Read an edit's form: files become PIL images, other parts request fields. A RequestError names the part."""
     if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RequestError("body: must be multipart/form-data with the parts image and prompt", parameter="body")
     fields: dict[str, Any] = {}
@@ -233,7 +233,7 @@ async def read_form(raw_request: Request) -> ImageRequest:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return the value of a form field. JSON is parsed, so that values have the same types as in a body."""
+    """Return the value of a form field: parsed JSON, or the text if it is not JSON or the field is a string."""
     field = ImageRequest.model_fields.get(name)
     if field is not None and field.annotation in (str, str | None):
         return text
@@ -244,10 +244,13 @@ def _value(name: str, text: str) -> Any:
 
 
 def opened(name: str, data: bytes) -> Any:
-    """Return a file as a PIL image, RGB with white behind transparent areas, as in chats (a mask: as it is).
+    """Return a file as a PIL image: RGB with white behind transparent areas, as in chats. Masks are not converted.
+
+    Args:
+        name: name of the form part.
 
     Raises:
-        RequestError: it is not a picture, or has too many pixels.
+        RequestError: the file is not a picture, or has too many pixels.
     """
     from PIL import Image
 
@@ -265,13 +268,13 @@ def opened(name: str, data: bytes) -> Any:
 
 
 def size_of(chunk: ImageChunk) -> str:
-    """Return width x height."""
+    """Return a picture's size as text, e.g. "1024x768" (width x height)."""
     height, width = chunk.pixels.shape[:2]
     return f"{width}x{height}"
 
 
 def usage(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the usage of the requests. A picture has no tokens."""
+    """Return the `usage` object of an answer: the prompt tokens of all jobs. Pictures count 0 output tokens."""
     tokens = sum(rendered.tokens for rendered, _ in jobs)
     return {
         "input_tokens": tokens,

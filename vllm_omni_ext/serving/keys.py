@@ -1,4 +1,4 @@
-"""Requires the API key for all routes except a few; vLLM's own rule lists the routes that need a key."""
+"""Requires the API key for all routes except the paths in `OPEN`. vLLM requires it only for a list of routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from vllm_omni_ext.serving.health import LIVE, READY, STARTED
 
 OPEN = frozenset({"/health", "/ping", "/metrics", LIVE, READY, STARTED})
-"""Paths that load balancers, Kubernetes and Prometheus read without a key."""
+"""Paths that need no key: load balancers, Kubernetes and Prometheus read them."""
 
 REFUSED = "this server needs its API key: send the header 'Authorization: Bearer KEY'"
 
@@ -24,7 +24,7 @@ REFUSED = "this server needs its API key: send the header 'Authorization: Bearer
 class KeyGuard(AuthenticationMiddleware):
     """ASGI middleware that answers 401 to every request without a key, except for the paths in `OPEN`.
 
-    vLLM's class compares the key, in constant time; only the choice of routes differs.
+    vLLM's class compares the key in constant time. This class replaces only vLLM's choice of routes.
     """
 
     def __init__(self, app: ASGIApp, tokens: list[str]) -> None:

@@ -1,7 +1,7 @@
-"""vLLM's operator endpoints (`/sleep`, `/collective_rpc`, ...) with `targets`: stages and replicas by name.
+"""Adds `targets` (names of stages and ids of replicas) to vLLM's operator endpoints (`/sleep`, `/collective_rpc`, ...).
 
-Each endpoint exists when vLLM's server has it. Without `targets`, vLLM's own handler answers. An unknown parameter is
-refused: a misspelt `targets` would otherwise address every replica.
+An endpoint is added only if vLLM's server has it. Without `targets`, vLLM's own handler is called. Unknown parameters
+are refused: with a misspelt `targets`, the call would otherwise be sent to every replica.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Targets: TypeAlias = Annotated[list[str] | None, Query()]
 
 
 def known_parameters(*fields: str) -> Any:
-    """Return a FastAPI dependency that refuses unknown parameters; BadRequest names the known ones.
+    """Return a FastAPI dependency that raises BadRequest for unknown parameters. The error lists the allowed ones.
 
     Args:
-        fields: fields of the route's body; none: the route takes no body.
+        fields: allowed fields of the body; if empty, the route takes no body.
     """
 
     async def check(request: Request) -> None:
@@ -65,7 +65,7 @@ def _names_text(kind: str, allowed: Collection[str]) -> str:
 
 
 def _parsed(body: bytes) -> Any:
-    """Return the parsed body; None if it is empty, and the text itself if it is not JSON."""
+    """Return the parsed JSON body; None if the body is empty, and its bytes if it is not JSON."""
     if not body.strip():
         return None
     try:
@@ -75,7 +75,11 @@ def _parsed(body: bytes) -> Any:
 
 
 def named_in(query: list[str] | None, body: Any) -> list[str] | None:
-    """Return the targets of a query or a body; None if neither has any, BadRequest if both have or are no names."""
+    """Return the targets from the query or the body; None if neither contains targets.
+
+    Raises:
+        BadRequest: both contain targets, or the targets are not a list of texts.
+    """
     if body is None:
         return query
     if query is not None:
@@ -88,7 +92,7 @@ def named_in(query: list[str] | None, body: Any) -> list[str] | None:
 
 
 def report(replies: Replies) -> Response:
-    """Return the answer of each replica; status 500 if any failed."""
+    """Return a response with the reply of each replica; its status is 500 if a replica's call has failed."""
     replicas = {
         str(replica): {"value": reply.value}
         if reply.error is None
@@ -100,7 +104,7 @@ def report(replies: Replies) -> Response:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: sets become lists, other unknown types text, as in vLLM's `/collective_rpc`."""
+    """Convert a value that JSON does not support: sets to lists, others to text, as in vLLM's `/collective_rpc`."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -108,7 +112,7 @@ router = APIRouter()
 
 
 def add_routes(app: FastAPI, adapters: APIRouter) -> None:
-    """Replace vLLM's routes of the same paths with ours; routes that this vLLM server does not have are not added."""
+    """Replace vLLM's routes with ours of the same path. Routes that this vLLM server does not have are not added."""
     stock = {getattr(route, "path", None) for route in app.router.routes}
     own: dict[Any, Any] = {route.path: route for route in (*router.routes, *adapters.routes) if route.path in stock}  # type: ignore[attr-defined]
     app.router.routes[:] = [
@@ -118,7 +122,7 @@ def add_routes(app: FastAPI, adapters: APIRouter) -> None:
 
 
 def _add_route(stock: Any) -> None:
-    """Serve a route of vLLM with `targets` in addition to its own parameters."""
+    """Add a route to `router` with the path and parameters of vLLM's route `stock`, and with `targets`."""
     handler, name = stock.endpoint, stock.name
     names = (TARGETS, "tags") if name == "wake_up" else (TARGETS,)  # vLLM reads `tags` itself
     own = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Targets) for each in names]
@@ -147,7 +151,7 @@ for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.ro
 async def collective_rpc(raw_request: Request, targets: Targets = None) -> Response:
     """Call a method of workers; `targets` may also be a key of the body."""
     parsed = _parsed(await raw_request.body())
-    body = parsed if isinstance(parsed, dict) else {}  # which vLLM refuses
+    body = parsed if isinstance(parsed, dict) else {}  # vLLM's handler, called below, refuses other bodies
     named = named_in(targets, body.get(TARGETS))
     if named is None or body.get("method") is None:  # vLLM's handler reports the missing key
         return await rpc.collective_rpc(raw_request)

@@ -1,7 +1,8 @@
-"""The options of a request, from the fields of a body or from keywords.
+"""Reads and checks the options of a request, from the fields of a body or from keyword arguments.
 
-They are modalities, the model's own fields, chunk sizes, and parameters by stage: `"talker": {"temperature": 0.5}`, or
-a list with one entry per stage.
+The options are modalities, fields that the model declares, chunk sizes, and parameters of each stage. A request sets
+the parameters of a stage in a field named after the stage, e.g. `"talker": {"temperature": 0.5}`, or in
+`sampling_params_list`, which has one entry per stage.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm_omni_ext.topology.plan import Plan, StagePlan
 MODALITIES, CHUNKS = "modalities", "chunks"
 LIST = "sampling_params_list"
 LARGEST_INTEGER = 2**63 - 1
-"""Largest integer in a message to an engine."""
+"""Largest integer that a message to an engine can contain."""
 
 SEED = "seed"
 _INTEGER = Annotated[int, Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)]
@@ -41,24 +42,26 @@ STAGE_SAMPLING = {
     **dict.fromkeys(("top_k", SEED, "max_tokens", "min_tokens"), _INT64),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _NUMBER),
 }
-"""The fields of vLLM's `SamplingParams` that a request may set for a stage: their type, and its name in errors."""
+"""Fields of vLLM's `SamplingParams` that a request may set for a stage: (type, name of the type in errors) by field."""
 
 FRONTEND_SAMPLING = STAGE_SAMPLING | {
     "stop": _type(str | list[str], "a text or a list of texts"),
     "stop_token_ids": _type(list[_INTEGER], "a list of token ids"),
     "ignore_eos": _FLAG,
 }
-"""The fields that a list entry may set for the frontend; each is also a field of the request."""
+"""Fields of the frontend's entry in `sampling_params_list`: (type, name of the type in errors) by field.
+
+Each of them is also a field of vLLM's request."""
 
 IGNORED = {"detokenize": _FLAG}
-"""Accepted in the list because clients of other servers send these fields; the stages set them themselves."""
+"""Fields of `sampling_params_list` that are checked but have no effect: clients of other servers send them."""
 
 Values = dict[str, tuple[str, Any]]
-"""Values of a request by key, each with its full name in the request."""
+"""(full name in the request, value) by key, e.g. "temperature": ("talker.temperature", 0.5)."""
 
 
 def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ...]:
-    """Return the modalities of an answer, by default the model's; RequestError if the model has no such modality."""
+    """Return the modalities of an answer (None: the model's default). Raises RequestError: unknown, empty, no list."""
     if requested is None:
         return capabilities.default_modalities
     allowed = ", ".join(capabilities.modalities)
@@ -73,7 +76,7 @@ def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ..
 
 
 def read_chunks(requested: Any) -> Mapping[str, Any]:
-    """Return a request's chunk sizes; the model checks their values."""
+    """Return a request's chunk sizes; the model checks their values. Raises RequestError: not a mapping."""
     if requested is not None and not isinstance(requested, Mapping):
         raise RequestError('chunks: must be an object such as {"frames": [4, 25]}', parameter=CHUNKS)
     return requested or {}
@@ -92,21 +95,21 @@ class RequestFields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names under which a request may have a field."""
+        """Names of the fields, and their aliases."""
         return tuple(self._fields)
 
     def read(self, requested: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Read the fields of a request.
+        """Check the fields of a request, and return their values.
 
         Args:
-            requested: values by their name in the request; a dotted name ends with the name of the field. The first
-                value of a field counts; None counts as no value.
+            requested: values by their full name in the request, e.g. "audio.voice", where "voice" is the field. If
+                several names (aliases) denote the same field, the first value that is not None is used.
 
         Returns:
-            (values by field, name in the request by field)
+            (checked values by field, full name in the request by field)
 
         Raises:
-            RequestError: a field is unknown or wrong; named as in the request.
+            RequestError: a field is unknown or invalid; the error contains its name in the request.
         """
         values: dict[str, Any] = {}
         paths: dict[str, str] = {}
@@ -129,7 +132,7 @@ class RequestFields:
 
 
 def check(runtime: ModelRuntime, options: RequestOptions, paths: Mapping[str, str]) -> None:
-    """Let the model check options; errors name a field as in the request, by `paths`."""
+    """Validate options by the model. A RequestError has the field's full name in the request, from `paths`."""
     try:
         runtime.validate(options)
     except RequestError as err:
@@ -146,7 +149,7 @@ def from_keywords(
     chunks: Mapping[str, Any] | None,
     fields: Mapping[str, Any],
 ) -> RequestOptions:
-    """Return checked options. Raises RequestError: a value is unknown or wrong."""
+    """Return the checked options of a Python API request. Raises RequestError: an option is unknown or invalid."""
     values, paths = RequestFields(runtime.fields).read(fields)
     options = RequestOptions(
         modalities=read_modalities(modalities, capabilities), chunks=read_chunks(chunks), fields=values
@@ -156,9 +159,9 @@ def from_keywords(
 
 
 def named_stages(plan: Plan) -> list[StagePlan]:
-    """Return the stages whose parameters a request may set, in a field named after the stage.
+    """Return the stages whose parameters a request sets in a field named after the stage.
 
-    A frontend that takes vLLM's sampling parameters is not one of them: vLLM reads those from the request itself.
+    The frontend is not included if it takes vLLM's sampling parameters: vLLM reads those from the request itself.
     """
     frontend = plan.frontend().model_stage
     stages = plan.model_stages()
@@ -166,15 +169,17 @@ def named_stages(plan: Plan) -> list[StagePlan]:
 
 
 def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Return the parameters of each stage where the request changes the configured ones, of the stage's own type.
+    """Return the parameters, of the stage's own type, of each stage for which the request sets a parameter.
 
-    `talker.x` overrides the stage's list entry, which overrides the request's own seed.
+    A field named after the stage has precedence over the stage's entry in `sampling_params_list`, and the entry has
+    precedence over the request's `seed`.
 
     Args:
-        body: the request's fields that are not vLLM's, such as the names of stages.
+        body: fields of the request that vLLM does not read, among them the fields named after stages.
+        seed: the request's `seed`.
 
     Raises:
-        RequestError: names `stage.key`, or the key of the list.
+        RequestError: a parameter is invalid; the error names it, e.g. `talker.top_k`, `sampling_params_list[1].top_k`.
     """
     listed = _read_list(plan, body.get(LIST))
     found: dict[str, Any] = {}
@@ -196,10 +201,14 @@ def _refuse_params(name: str, params: Any) -> None:
 
 
 def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -> Any:
-    """Return a stage's parameters from an object of their type, or from a mapping that overrides the configured ones.
+    """Return the parameters of a stage for the Python API.
+
+    Args:
+        params: an object of the stage's parameter type, or a mapping of single parameters.
+        configured: parameters from the stage config, used if the mapping does not contain them.
 
     Raises:
-        RequestError: names `stage.key`, or the stage.
+        RequestError: a parameter is invalid; the error names the stage or the parameter, e.g. `talker.top_k`.
     """
     kind, name = resolve(stage.params_type), stage.model_stage
     if not stage_param_names(stage):
@@ -212,12 +221,12 @@ def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -
 
 
 def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
-    """Copy the frontend's parameters into the request, in place: the list's entry, else those of the stage config.
+    """Copy the frontend's parameters into the request, in place.
 
-    Fields that the request has keep their values.
+    They are taken from `sampling_params_list`, then from the stage config. Fields that the request sets do not change.
 
     Raises:
-        RequestError: names the key of the list.
+        RequestError: a parameter in the list is invalid; the error names it.
     """
     frontend = plan.frontend()
     requested = _read_list(plan, (request.model_extra or {}).get(LIST)).get(frontend.model_stage, {})
@@ -229,7 +238,7 @@ def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
 
 
 def _read_list(plan: Plan, entries: Any) -> dict[str, Values]:
-    """Return the list's settings by stage; other servers' clients send an entry for a stage without parameters too."""
+    """Return the values of `sampling_params_list` by stage. It may have entries for stages without parameters."""
     if entries is None:
         return {}
     stages = plan.model_stages()
@@ -247,14 +256,17 @@ def _read_list(plan: Plan, entries: Any) -> dict[str, Values]:
 
 
 def stage_param_names(stage: StagePlan) -> tuple[str, ...]:
-    """Return the names that a request may set for a stage; a pooling engine has no parameters of vLLM's type."""
+    """Return the names of the parameters that a request can set for a stage: none for a pooling engine."""
     if stage.params_type != SAMPLING_PARAMS:
         return param_names(stage.params_type)
     return () if stage.engine_args.get("runner") == "pooling" else tuple(STAGE_SAMPLING)
 
 
 def _check_types(path: str, params: Any, stage: StagePlan, types: Mapping[str, tuple[TypeAdapter[Any], str]]) -> Values:
-    """Return the values of a request's object by name; `types` has the types of vLLM's parameters."""
+    """Check the names and types of a stage's parameters, and return the parameters.
+
+    `path` is the name of the object in the request; `types` applies to stages with vLLM's sampling parameters.
+    """
     if params is None:
         return {}
     sampled = stage.params_type == SAMPLING_PARAMS
@@ -277,7 +289,7 @@ def _check_types(path: str, params: Any, stage: StagePlan, types: Mapping[str, t
 
 
 def _build(name: str, stage: StagePlan, configured: Mapping[str, Any], requested: Values) -> Any:
-    """Return the parameters of a stage; errors of their type are reported under the field's name in the request."""
+    """Return a stage's parameters as an object of its type. A RequestError names the parameter as in the request."""
     values = {**configured, **{key: value for key, (_, value) in requested.items()}}
     kind = resolve(stage.params_type)
     try:

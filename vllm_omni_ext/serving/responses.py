@@ -1,4 +1,4 @@
-"""Errors and server-sent events as OpenAI's API has them: ours become vLLM's errors, which have a status and JSON."""
+"""Converts our errors to vLLM's, which have an HTTP status, and writes server-sent events in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         HTTPStatus.SERVICE_UNAVAILABLE,
     )
 }
-"""Errors that the ready-made APIs answer with, as a route's `responses`."""
+"""Error statuses of `DirectServing`'s APIs, for FastAPI's argument `responses`."""
 
 
 class BadRequest(VLLMValidationError):
-    """HTTP 400. Its text is the plain message, which contains the field name already."""
+    """HTTP 400. `str()` returns only the message, since our messages already contain the name of the field."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def as_vllm_error(error: OmniError) -> VLLMError:
-    """RequestError -> 400 with `param`, StageUnavailable -> 503, everything else -> 500."""
+    """Return vLLM's error for ours: RequestError has status 400 and `param`, StageUnavailable 503, all others 500."""
     if isinstance(error, RequestError):
         return BadRequest(printable(str(error)), parameter=printable(error.parameter))
     if isinstance(error, StageUnavailable):
@@ -53,7 +53,7 @@ def as_vllm_error(error: OmniError) -> VLLMError:
 
 
 async def omni_error_handler(request: Request, error: OmniError) -> JSONResponse:
-    """Answer an error that a route has raised; a RequestError, which refuses a request, is counted."""
+    """Return the response to an error that a route has raised. A RequestError is counted as refused request."""
     if isinstance(error, RequestError):
         request.app.state.engine_client.observer.refused(error)
     if isinstance(error, UnknownMember):
@@ -62,18 +62,18 @@ async def omni_error_handler(request: Request, error: OmniError) -> JSONResponse
 
 
 def refusal(error: ErrorResponse) -> JSONResponse:
-    """Return an error as vLLM's routes answer it."""
+    """Return vLLM's JSON response for an error."""
     return JSONResponse(error.model_dump(), status_code=error.error.code)
 
 
 def printable(text: str) -> str:
-    """Return a text that may repeat client input, cut to a limit and safe to encode."""
+    """Return a text with client input truncated to LONGEST_MESSAGE, with surrogates as backslash escapes."""
     short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "..."
     return short.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 async def with_vllm_errors(source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield the items of `source`; its errors become vLLM's errors, also if vLLM has wrapped them. Closes `source`."""
+    """Yield the items of `source`, and convert our errors, also those wrapped by vLLM, to vLLM's. Closes `source`."""
     async with aclosing(source):
         try:
             async for item in source:
@@ -87,16 +87,16 @@ async def with_vllm_errors(source: AsyncGenerator[Any, None]) -> AsyncGenerator[
 
 
 def read_event(event: str) -> dict[str, Any]:
-    """Return the object of an event other than `DONE`."""
+    """Return the JSON object of a server-sent event; the event must not be `DONE`."""
     found: dict[str, Any] = json.loads(event[len(PREFIX) :])
     return found
 
 
 def write_event(data: dict[str, Any]) -> str:
-    """Return an event without a name."""
+    """Return a server-sent event without a name."""
     return f"{PREFIX}{json.dumps(data, ensure_ascii=False, separators=(',', ':'))}{END}"
 
 
 def named_event(kind: str, **fields: Any) -> str:
-    """Return an event with its kind both as name and as `type`, as OpenAI's do."""
+    """Return a server-sent event that has `kind` as its name and as its `type`, as OpenAI's events do."""
     return f"event: {kind}\n{write_event({'type': kind, **fields})}"

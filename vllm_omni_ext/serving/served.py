@@ -1,4 +1,4 @@
-"""The HTTP server's view of the model it serves, which is also the server's interface for plugins."""
+"""Gives HTTP handlers and plugins access to the served model: its capabilities, and its reading of request options."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
 from vllm_omni_ext.serving.options import CHUNKS, MODALITIES, RequestFields, read_chunks, read_modalities, read_params
 
 IMAGE_PARTS = ("image_url", "input_image")
-"""Types of message parts that are pictures."""
+"""Values of `type` of message parts that contain a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """The options of a request, the names of the model's fields in it, and the answer's encoding by modality."""
+    """Options of a request body, full names (`paths`) of the model's fields in it, and encodings by modality."""
 
     options: RequestOptions
     paths: Mapping[str, str]
@@ -32,7 +32,7 @@ class ReadOptions:
 
 
 class ServedModel:
-    """The served model, one object per application. For plugins it is `plugins.http.OmniServer`."""
+    """The served model; one object per application. Implements `plugins.http.OmniServer`, the interface for plugins."""
 
     def __init__(self, omni: AsyncOmni) -> None:
         family = family_of(omni.plan.family)
@@ -49,14 +49,14 @@ class ServedModel:
     def read(
         self, body: Mapping[str, Any], *, stream: bool, seed: int | None, modalities: tuple[str, ...] | None = None
     ) -> ReadOptions:
-        """Read the options of a body.
+        """Read and check the options in a request body.
 
         Args:
-            body: fields that the API itself does not read; the model's fields may also be fields of the API.
-            modalities: modalities of the answer, if the API fixes them.
+            body: the fields that the API's own request type does not read, and all fields that the model declares.
+            modalities: modalities of the answer, if the API determines them.
 
         Raises:
-            RequestError: a field is unknown or contradicts another one; names the field and the allowed values.
+            RequestError: a field is unknown, invalid, or contradicts another one; names the field and allowed values.
         """
         encodings: dict[str, Any] = {}
         inside: dict[str, Any] = {}
@@ -76,7 +76,7 @@ class ServedModel:
     async def images(self, messages: Sequence[Any]) -> list[Any]:
         """Return the pictures of a conversation as PIL images, in order.
 
-        They have a separate pixel budget, because vLLM's renderer counts them again.
+        Their pixels are counted in a separate budget, because vLLM's renderer counts them in the request's budget.
         """
         connector = MEDIA_CONNECTOR_REGISTRY.load(
             envs.VLLM_MEDIA_CONNECTOR,

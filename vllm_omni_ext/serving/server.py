@@ -1,4 +1,4 @@
-"""`vllm serve --omni`: the head process, its API servers, and the reaction to the end of one of its processes."""
+"""`vllm serve --omni`: the head process, which starts all others and restarts ended ones, and its API servers."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from vllm_omni_ext.topology.explain import unshared_caches
 from vllm_omni_ext.topology.plan import Plan
 
 GRACE_S = 3.0
-"""Seconds that the end of an API server may take in addition to the time for its requests."""
+"""Seconds that an API server has to exit after the shutdown timeout for its requests."""
 
 FAILED = 1
-"""Exit status after the unexpected end of an essential process."""
+"""Exit status if the server cannot start, or an essential process has ended unexpectedly."""
 
 COORDINATOR_PAUSE_S = 1.0
-"""Pause before another attempt to start the coordinator."""
+"""Seconds between two attempts to start the coordinator."""
 
 log = logging.getLogger(__name__)
 
 
 def serve(plan: Plan, args: Namespace) -> int:
-    """Start everything, run until a signal or a failure, and stop everything. Returns the exit status."""
+    """Start all processes, run until a signal or a failure, and stop all processes. Returns the exit status."""
     stopping = threading.Event()
 
     def stop(*_: Any) -> None:
@@ -77,7 +77,7 @@ def serve(plan: Plan, args: Namespace) -> int:
             removed.callback(folder.remove)
             metrics = os.environ.get(DIRECTORY) or os.path.join(folder.path, "metrics")
             os.makedirs(metrics, exist_ok=True)
-            share(metrics)  # every API server answers `/metrics` with the metrics of all, also of those that have died
+            share(metrics)  # `/metrics` of each API server has the metrics of all API servers, also of ended ones
             for line in unshared_caches(plan):
                 print_status(line)
             with Head(plan, folder, stopping) as head:
@@ -88,7 +88,7 @@ def serve(plan: Plan, args: Namespace) -> int:
 
 
 class Head:
-    """All resources of the head process; the end of the block releases them."""
+    """The head process: starts the other processes and supervises them. The end of the `with` block stops them."""
 
     def __init__(self, plan: Plan, folder: PrivateFolder, stopping: threading.Event) -> None:
         self._plan = plan
@@ -133,7 +133,11 @@ class Head:
             self._coordination.close()
 
     def serve(self, listen_address: str, sock: socket.socket, args: Namespace) -> int:
-        """Start everything and run until an essential process ends; a signal raises SystemExit."""
+        """Start all processes and run until an essential process ends; return the exit status.
+
+        Raises:
+            SystemExit: a signal to stop has arrived.
+        """
         deployment = self._open.enter_context(self._deployment)
         self._coordination.start()
 
@@ -205,7 +209,7 @@ class Head:
             self._replica_supervisor.do(partial(self._join_server.forgotten, member, silent=silent))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
-        """Handle the end of an API server. Returns the pause before its restart; None: the whole server ends."""
+        """Return the seconds until an ended API server is restarted; None: it is not, and the whole server ends."""
         assert self._servers is not None
         mark_dead(self._servers.processes[number].pid)
         pause = self._servers.lost(number) if self._answering else None
@@ -218,7 +222,7 @@ class Head:
 
 
 def _coordinator_ended(error: Exception) -> float:
-    """Return the pause before the coordinator's restart, which is repeated without limit: 0 if it was running."""
+    """Return the seconds until the coordinator is restarted: 0 if it was running. Attempts are not limited."""
     pause = 0.0 if isinstance(error, Exited) else COORDINATOR_PAUSE_S
     print_status(f"error: the coordinator is gone: {error}; it is started again in {pause:g} s")
     return pause
@@ -227,7 +231,7 @@ def _coordinator_ended(error: Exception) -> float:
 def run_api_server(
     connections: Connections, control: Connection, listen_address: str, sock: socket.socket, args: Namespace
 ) -> None:
-    """Body of an API server process."""
+    """Main function of an API server process."""
     import uvloop
     from vllm.plugins import load_general_plugins
 
@@ -236,7 +240,7 @@ def run_api_server(
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
-    load_general_plugins()  # a spawned process has no models of plugins yet
+    load_general_plugins()  # registers the plugins' models in this spawned process
     with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
             quieted.enter_context(quiet())
@@ -249,9 +253,10 @@ def run_api_server(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log only warnings and errors: the first API server logs the messages that are the same for all.
+    """Log only warnings and errors inside the `with` block: the first API server logs the same messages.
 
-    The HTTP server's messages about its start and end stay hidden after the block; requests have a separate logger.
+    The HTTP server's messages about its start and end stay hidden after the block. Its log of requests is a separate
+    logger, which does not change.
     """
     logger = logging.getLogger("vllm")
     # A filter, because the HTTP server resets the level of its logger.
@@ -292,7 +297,11 @@ async def _api_server(
 
 
 class HeadConnection:
-    """An API server's end of the pipe to the head; executes the head's commands."""
+    """An API server's end of the pipe to the head; executes the commands that the head sends.
+
+    Args:
+        apply: applies an operator's change (e.g. a loaded adapter) to this API server.
+    """
 
     def __init__(
         self, replica_connections: ReplicaConnections, control: Connection, *, apply: Callable[[messages.Change], None]
@@ -303,23 +312,23 @@ class HeadConnection:
         self._incomplete: dict[str, asyncio.Future[None]] = {}
 
     def start(self) -> None:
-        """Start to read commands in the event loop of the connections."""
+        """Start to receive commands, and send the head the replicas that are connected already."""
         self._replica_connections.loop.add_reader(self._control.fileno(), self._read_message)
         self._replica_connections.connected = self._connected
         for replica in self._replica_connections.replicas.values():
             self._connected(replica)
 
     def stop(self) -> None:
-        """Stop reading."""
+        """Stop to receive commands."""
         self._replica_connections.loop.remove_reader(self._control.fileno())
 
     def send(self, message: messages.Message) -> None:
-        """Send a message to the head. It is dropped if the head has ended: this process ends too."""
+        """Send a message to the head. The message is dropped if the head has ended, since this process ends too."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send_bytes(messages.encode(message))
 
     async def change(self, change: messages.Change) -> None:
-        """Make an operator's change in all API servers; returns when all of them act on it."""
+        """Send an operator's change to all API servers; returns when all of them have applied it."""
         change_id, complete = uuid.uuid4().hex, self._replica_connections.loop.create_future()
         self._incomplete[change_id] = complete
         self.send(messages.OperatorChange(change_id, change))
@@ -354,5 +363,5 @@ class HeadConnection:
                 self.send(messages.ChangeApplied(change_id))
             case messages.ChangeApplied(change_id):
                 complete = self._incomplete.pop(change_id, None)
-                if complete is not None and not complete.done():  # another one's change; the client may have gone
+                if complete is not None and not complete.done():  # the future is done if the caller was cancelled
                     complete.set_result(None)

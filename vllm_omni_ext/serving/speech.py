@@ -1,4 +1,4 @@
-"""`/v1/audio/speech`, which reads a text out word for word, and `/v1/audio/voices`."""
+"""Routes `/v1/audio/speech`, which synthesizes a text word for word, and `/v1/audio/voices`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SOUND = {
 
 
 class SpeechRequest(OpenAIBaseModel):
-    """Body of `/v1/audio/speech`: OpenAI's fields and those of vllm-omni; parameters of stages are accepted too."""
+    """Body of `/v1/audio/speech`: OpenAI's fields and vllm-omni's. Parameters of stages are allowed too."""
 
     input: str = Field(description="The text, spoken word for word.")
     model: str | None = None
@@ -75,7 +75,7 @@ class SpeechRequest(OpenAIBaseModel):
 @with_cancellation
 @load_aware_call
 async def create_speech(request: SpeechRequest, raw_request: Request) -> Response:
-    """Read a text out."""
+    """Synthesize a text."""
     serving: DirectServing = raw_request.app.state.omni_serving_speech
     if (unknown := await serving.check_model(request)) is not None:
         return unknown
@@ -91,7 +91,12 @@ async def list_voices(raw_request: Request) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class SpeechAnswer(DirectAnswer):
-    """Speech without a conversation. `format` is the name of the sound's encoding."""
+    """Starts a speech request, and writes its sound or its events.
+
+    Attributes:
+        rendered: the prompt.
+        format: a key of `SPEECH_FORMATS`.
+    """
 
     error_event = "speech.audio.error"
     rendered: Rendered
@@ -110,7 +115,7 @@ class SpeechAnswer(DirectAnswer):
         return Response(data, media_type=encoding.media_type, headers=_headers(self.rendered.tokens, frames_of(last)))
 
     async def stream(self, chunks: AsyncGenerator[AudioChunk, None]) -> AsyncGenerator[str | bytes, None]:
-        """Yield the bare sound, or events with the same bytes in base64."""
+        """Yield the encoded sound, or events that contain the encoded sound in base64."""
         encoder, base64, frames = SoundStream(self._encoding), Base64Pieces(), 0
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -130,13 +135,13 @@ class SpeechAnswer(DirectAnswer):
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
-    """Add the routes."""
+    """Add the routes of the speech API to the application; `stock` are arguments of vLLM's handler."""
     app.state.omni_serving_speech = DirectServing(model, **stock)
     app.include_router(router)
 
 
 async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswer:
-    """Read and check a speech request; RequestError names the field and the allowed values."""
+    """Check a speech request, and return its prompt and options. A RequestError names the field and allowed values."""
     await refuse_long(model.omni, INPUT, request.input)
     validate_json_values(request)
     sound_format = choice("response_format", request.response_format, SPEECH_FORMATS)
@@ -151,7 +156,7 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswe
 
 
 def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
-    """Return the body with its limit of new tokens as a parameter of the stage that speaks."""
+    """Move `max_new_tokens` of the body to `max_tokens` of the stage that makes the sound; return the body."""
     if (most := body.pop(MAX_NEW_TOKENS, None)) is None:
         return body
     if not stage:
@@ -163,7 +168,7 @@ def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
 
 
 def _media_type(request: SpeechRequest) -> str | None:
-    """Return the media type of a stream, of events or of bare sound; None: the sound is sent in one piece."""
+    """Return the MIME type of a streamed answer (events or sound); None: the answer is not streamed."""
     kind = request.stream_format
     if kind is not None:
         choice("stream_format", kind, (SSE, BYTES))
@@ -174,7 +179,7 @@ def _media_type(request: SpeechRequest) -> str | None:
 
 
 def usage(tokens: int, frames: int) -> dict[str, Any]:
-    """Return the usage of a request: tokens of its text, frames of its sound."""
+    """Return the `usage` object of a request: input tokens are tokens of text, output tokens are frames of sound."""
     return {
         "input_tokens": tokens,
         "output_tokens": frames,

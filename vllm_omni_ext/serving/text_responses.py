@@ -1,6 +1,6 @@
-"""Endpoints that answer text alone.
+"""Adds checks to vLLM's endpoints that return only text: completions, responses, and Anthropic's messages.
 
-`/v1/responses` refuses a request for anything else. Where the model has no text, all of them refuse.
+`/v1/responses` refuses a request for another modality. If the model cannot write text, all three refuse every request.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TEXT_HANDLERS = {
     "openai_serving_responses": "create_responses",
     "anthropic_serving_messages": "create_messages",
 }
-"""vLLM's handlers in the application's state, and their methods."""
+"""Method to be checked, by the name of vLLM's handler in the application's state."""
 
 INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
 
 
 def install(app: FastAPI, model: ServedModel) -> None:
-    """Put a check before the methods of vLLM's handlers, where there are any."""
+    """Replace the methods of vLLM's handlers by methods that check the request first; missing handlers are skipped."""
     text = TEXT in model.capabilities.modalities
     for name, method in TEXT_HANDLERS.items():
         handler: Any = getattr(app.state, name)
@@ -48,7 +48,11 @@ def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel) -> Cal
 
 
 def refuse_others(body: dict[str, Any], model: ServedModel) -> None:
-    """Raise RequestError if the model has no text, or a field that is not vLLM's requests more than text."""
+    """Raise RequestError if the model cannot write text, or the body requests another modality than text.
+
+    Args:
+        body: fields of the request that vLLM does not read.
+    """
     others = [name for name in model.capabilities.modalities if name != TEXT]
     if TEXT not in model.capabilities.modalities:
         message = f"model: it has no text; /v1/chat/completions answers with {', '.join(others)}"

@@ -1,6 +1,7 @@
-"""Limits of request bodies: their bytes, and their JSON values, which are counted while the bytes arrive.
+"""Limits the bytes and the number of JSON values of request bodies; counts while the bytes arrive.
 
-Parsing and validation cost memory and time for each value of a body, and a value may be two bytes long.
+The number of values is limited because parsing and validation take memory and time for each value, even for a value of
+two bytes.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from vllm_omni_ext.serving.responses import printable
 
 MIB = 1 << 20
 WHOLE = "body"
-"""Parameter name of errors that concern no single field."""
+"""Parameter name of errors about the whole body."""
 
 MAX_DEPTH = 100
-"""Nesting of objects and arrays."""
+"""Largest nesting depth of objects and arrays."""
 
 WEIGHTS = {"messages": 5, "tools": 3, "input": 9, "structured_outputs": 16, "response_format": 16}
-"""How often a value of these fields counts: vLLM validates, renders or compiles each of them."""
+"""Weight of each value in these fields; 1 in all others. vLLM validates, renders or compiles each of these values."""
 
 TOKEN_IDS = frozenset({"prompt", "input", "tokens", "token_ids", "prompt_token_ids", "allowed_token_ids"})
-"""Fields that may be long lists of token ids."""
+"""Fields that may contain long lists of token ids."""
 
 ID_WEIGHT = 0.2
-"""How often a number in such a list counts."""
+"""Weight of a number in a field of `TOKEN_IDS`."""
 
 UNLIMITED = TOKEN_IDS | frozenset(
     {WHOLE, "messages", "system", "instructions", "query", "queries", "documents", "items", "text", "text_1", "text_2"}
@@ -42,7 +43,7 @@ UNLIMITED = TOKEN_IDS | frozenset(
     | {"image", "images", "mask", "audio", "ref_audio", "video", "file"}
     | {"args", "kwargs", "init_info", "update_info"}
 )
-"""Fields as long as a body may be: prompts, media, and operators' messages to workers."""
+"""Fields without a byte limit of their own (only the body's): prompts, media, and operators' messages to workers."""
 
 FIELD_BYTES = {
     "tools": 8 * MIB,
@@ -51,29 +52,29 @@ FIELD_BYTES = {
     "model": 4096,
     "request_id": 4096,
 }
-"""Largest length of a field; other fields outside of `UNLIMITED` may have `MIB` bytes."""
+"""Byte limits of single fields. Fields that are neither here nor in `UNLIMITED` may have `MIB` bytes."""
 
 LONGEST_KEY = 1 << 16
-"""Bytes of a key of the outermost object, because errors may repeat the key."""
+"""Byte limit of a key of the outermost object. It is limited because error messages may contain the key."""
 
 LONGEST_WIDE_TEXT = 8 * MIB
-"""Bytes of a text with characters beyond ASCII, for which Python needs up to four times as much."""
+"""Byte limit of a text with characters beyond ASCII: Python stores such a text in up to 4 times as many bytes."""
 
 BLOCK = 1 << 16
-"""Bytes that are scanned at once."""
+"""Bytes per scanned block."""
 
 DRAIN_S = 1.0
-"""Seconds to read from a refused client that is still sending, so that it can read the error response."""
+"""Seconds for which the server reads on after it has refused a body, so that the client can read the response."""
 
 FORMS = ("multipart/", "application/x-www-form-urlencoded")
-"""Content types of bodies other than JSON; a route may still parse such a body as JSON if it starts like JSON."""
+"""Content types of forms. A body with such a type that starts with { or [ is scanned: a route may parse it as JSON."""
 
 RETRY_AFTER_S = 1
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 SERVER_HEADER = "X-Api-Server"
 
 LONGEST_ERROR = 16 << 10
-"""Largest error response in bytes; longer texts in it are cut. Some errors of vLLM name every wrong token id."""
+"""Bytes of an error response above which its texts are truncated. Some errors of vLLM list every wrong token id."""
 
 _COMMA, _OPEN_ARRAY, _OPEN_OBJECT = b",[{"
 _OTHERS = bytes(set(range(256)).difference(b",[]{}"))
@@ -92,19 +93,19 @@ class RefusedBody(HTTPException):
 
 
 async def refused_handler(request: Request, error: RefusedBody) -> JSONResponse:
-    """Return the error response, with the field's name."""
+    """Return the response with status 413; its `param` is the name of the field."""
     status = HTTPStatus(error.status_code)
     info = ErrorInfo(message=error.detail, type=status.phrase, param=error.parameter, code=status.value)
     return JSONResponse(ErrorResponse(error=info).model_dump(), status)
 
 
 class BodyScan:
-    """Counts the opening brackets, texts and commas of a JSON body, which arrives in pieces of any size.
+    """Counts the opening brackets, strings and commas of a JSON body that arrives in pieces of any size.
 
-    Of a body that is not JSON it counts at least what a parser reads before the first mistake.
+    In a body that is not valid JSON, at least everything up to the first syntax error is counted.
 
     Args:
-        most: largest sum of the counts, each times the weight of its field.
+        most: limit of the sum of the counts, each multiplied by the weight of its field.
     """
 
     def __init__(self, most: int) -> None:
@@ -113,7 +114,7 @@ class BodyScan:
         self._depth = 0
         self._ended = False  # the outermost object or array has ended; a parser reads no further
         self._field = WHOLE
-        self._bytes = 0  # of the field so far
+        self._bytes = 0  # of the current field
         self._weight = self._comma_weight = 1.0
         self._in_text = False
         self._escaped = False  # the last byte was a backslash that escapes the next byte
@@ -123,7 +124,11 @@ class BodyScan:
         self._wide = False  # the current text has characters beyond ASCII
 
     def feed(self, data: bytes) -> None:
-        """Scan the next piece. Raises RefusedBody: a limit is exceeded; names the field."""
+        """Scan the next piece of the body.
+
+        Raises:
+            RefusedBody: a limit is exceeded; the error names the field.
+        """
         for start in range(0, len(data), BLOCK):
             if self._ended:
                 break
@@ -141,7 +146,7 @@ class BodyScan:
                 self._check()
 
     def _without_escapes(self, block: bytes) -> bytes:
-        r"""Return the block with every `\\` and `\"` replaced by letters, in the same length."""
+        r"""Return the block with every `\\` and `\"` replaced by two underscores; its length does not change."""
         if self._escaped and block[:1] in (b'"', b"\\"):
             block = b"_" + block[1:]
         if b"\\" not in block:
@@ -200,7 +205,7 @@ class BodyScan:
 
 
 def _name(key: bytes) -> str:
-    """Return the name of a field from its key without quotes."""
+    """Return the field name of a raw JSON key (without quotes); `WHOLE` if the key is empty or not valid."""
     try:
         return str(json.loads(b'"' + key + b'"')) or WHOLE
     except ValueError:
@@ -208,10 +213,10 @@ def _name(key: bytes) -> str:
 
 
 class RequestLimits:
-    """ASGI middleware in front of every route: limits of bodies and of error responses, and headers of answers.
+    """ASGI middleware in front of every route: limits bodies, truncates error responses, and adds response headers.
 
     Args:
-        server: number of this API server, which becomes a response header; None: there is only one API server.
+        server: index of this API server, sent as response header; None: there is a single API server, and no header.
     """
 
     def __init__(self, app: ASGIApp, *, config: OmniConfig, server: int | None = None) -> None:
@@ -230,7 +235,7 @@ class RequestLimits:
 
 
 class _Body:
-    """Receives one body, and refuses it as soon as it exceeds a limit. The contents of forms are not counted."""
+    """Receives one body, and refuses it as soon as it exceeds a limit. Only the bytes of forms are limited."""
 
     def __init__(self, headers: Headers, receive: Receive, config: OmniConfig) -> None:
         declared = headers.get("content-length", "")
@@ -265,12 +270,12 @@ class _Body:
 
 
 class _Answer:
-    """Sends one answer with additional headers; a long error is cut."""
+    """Sends one response with additional headers, and truncates the texts of a long error."""
 
     def __init__(self, send: Send, server: int | None) -> None:
         self._send = send
         self._server = server
-        self._start: Message | None = None  # of a long error
+        self._start: Message | None = None  # of a long error response, delayed until its body is complete
         self._error = b""
 
     async def send(self, message: Message) -> None:
@@ -295,7 +300,7 @@ class _Answer:
 
 
 def shortened(body: bytes) -> bytes:
-    """Return a response with the texts of its error cut to a limit, if it is an error of vLLM's format."""
+    """Return the body of an error response with truncated texts; other bodies than vLLM's errors are not changed."""
     try:
         answer = json.loads(body)
     except ValueError:

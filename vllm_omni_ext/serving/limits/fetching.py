@@ -1,7 +1,7 @@
-"""Fetches URLs that clients name: only from public addresses, unless the operator allows others.
+"""Fetches the URLs in requests from public addresses, and from addresses that the operator allows.
 
-The address is checked when the socket for the connection is created, so a host name cannot resolve to another address
-in between. Every redirect is checked like the first URL.
+The address is checked when the socket of the connection is created. Thus the host name cannot resolve to another
+address between the check and the connection. Every redirect is checked like the first URL.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ READ_BYTES = 64 << 10
 MIB = 1 << 20
 
 LIMIT_S = 60.0
-"""Seconds, for a fetch without its own time limit."""
+"""Time limit in seconds of a fetch if the caller sets none."""
 
 TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-"""NAT64: the last four bytes are the IPv4 address at the other end."""
+"""NAT64 addresses: the last four bytes are the IPv4 address that the connection reaches."""
 
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 NOT_FOR_EVERYBODY = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
-"""Addresses that are global in Python, but that clouds use for their metadata services and hosts."""
+"""Addresses for which Python's `is_global` is true, but which clouds use for metadata services and hosts."""
 
 
 class FetchRefused(PermissionError):
-    """The URL must not be fetched."""
+    """The rules forbid the URL or its address, or the response is not acceptable."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Allowed sources of media.
+    """The hosts and addresses from which media may be fetched.
 
     Attributes:
-        private_names: hosts that may have any address.
+        private_names: hosts whose addresses are not checked.
+        private_networks: networks that are allowed although they are not public.
         everything: all addresses are allowed.
-        domains: vLLM's `--allowed-media-domains`; empty: all.
+        domains: vLLM's `--allowed-media-domains`; empty: all hosts are allowed.
     """
 
     private_names: frozenset[str] = frozenset()
@@ -63,21 +64,21 @@ class Rules:
 
     @classmethod
     def of(cls, allowed: str | None, domains: Collection[str] = ()) -> Rules:
-        """Return the rules of the stage config's checked `allow_private_media` and vLLM's list of domains."""
+        """Return the rules for the stage config's `allow_private_media` (already checked) and vLLM's domain list."""
         words = [word.strip().lower() for word in (allowed or "").split(",") if word.strip()]
         networks = [network for word in words if (network := as_network(word)) is not None]
         names = frozenset(word for word in words if as_network(word) is None and word != EVERYTHING)
         return cls(names, tuple(networks), EVERYTHING in words, frozenset(domains))
 
     def check_url(self, url: URL) -> None:
-        """Raise FetchRefused for a URL that is forbidden independent of its address."""
+        """Raise FetchRefused if the URL's scheme is not http or https, or its host is not in `domains`."""
         if url.scheme not in ("http", "https") or not url.raw_host:
             raise FetchRefused("only http and https URLs of a host are fetched")
         if self.domains and url.raw_host not in self.domains:
             raise FetchRefused(f"{url.raw_host} is not one of --allowed-media-domains")
 
     def check_address(self, host: str, address: str) -> None:
-        """Raise FetchRefused if a connection to the address of `host` is forbidden."""
+        """Raise FetchRefused if the rules forbid a connection to `address`, to which `host` has resolved."""
         if self.everything or host.lower() in self.private_names:
             return
         for each in destinations(ipaddress.ip_address(address.partition("%")[0])):
@@ -95,7 +96,7 @@ def for_everybody(address: Address) -> bool:
 
 
 def destinations(address: Address) -> Iterator[Address]:
-    """Yield the addresses that a connection may reach: the address itself, and IPv4 addresses embedded in it."""
+    """Yield the addresses that a connection to `address` may reach: itself, or the IPv4 addresses embedded in it."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
     elif address.ipv4_mapped is not None:
@@ -110,11 +111,11 @@ def destinations(address: Address) -> Iterator[Address]:
 
 
 class Fetcher:
-    """A replacement for the HTTP connection of vLLM's `MediaConnector`.
+    """Replaces the HTTP connection of vLLM's `MediaConnector`.
 
     Args:
-        rules: allowed sources.
-        take: called with the length of each piece that has arrived; an error ends the fetch.
+        rules: the allowed hosts and addresses.
+        take: called with the number of bytes of each piece of a body; an error that it raises ends the fetch.
     """
 
     def __init__(self, rules: Rules, take: Callable[[int], None]) -> None:
@@ -134,11 +135,12 @@ class Fetcher:
 
         Args:
             timeout: seconds for the whole fetch: name resolution, connections, redirects and the body.
-            max_bytes: longest body; VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB is a limit too.
-            request_budget: vLLM's limit of all bodies of a request, from 0.33 on; `charge` raises an error beyond it.
+            max_bytes: byte limit of the body, in addition to VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB.
+            request_budget: vLLM's byte limit of all bodies of a request (since vLLM 0.33). Its method `charge` takes
+                a number of bytes and raises an error if the limit is exceeded.
 
         Raises:
-            FetchRefused: the URL, a redirect, an address or the form of the response is not allowed.
+            FetchRefused: the URL, a redirect, or an address is forbidden, or the response is not acceptable.
             OSError, TimeoutError, aiohttp.ClientError: the fetch failed.
         """
         limits = [each for each in (max_bytes, envs.VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB * MIB) if each and each > 0]
@@ -153,7 +155,7 @@ class Fetcher:
         raise FetchRefused("too many redirects")
 
     async def _get(self, url: URL, longest: float, charges: list[Callable[[int], None]]) -> bytes | URL:
-        """Make one HTTP request; return the body, or the URL of a redirect."""
+        """Send one HTTP request; return the response's body, or the target URL of a redirect."""
         self._rules.check_url(url)
         proxy = await self._proxy(url)
         async with (
@@ -195,9 +197,9 @@ class Fetcher:
         )
 
     async def _proxy(self, url: URL) -> dict[str, Any]:
-        """Return the environment's proxy for a URL as request arguments; empty without a proxy.
+        """Return aiohttp's arguments for the proxy that the environment sets for a URL; empty without a proxy.
 
-        The proxy makes the connection and applies its own rules. Host names are checked if they can be resolved here.
+        The proxy connects to the host, so this process checks the host's addresses only if it can resolve its name.
         """
         try:
             proxy, auth = get_env_proxy_for_url(url)

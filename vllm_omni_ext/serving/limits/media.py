@@ -1,4 +1,4 @@
-"""Limits of media: pixels of images, bytes of files from URLs, and one error for all failures to get a file."""
+"""Limits the pixels of images and the bytes of fetched media; reports every failed fetch with the same error."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from vllm_omni_ext.serving.responses import BadRequest, as_vllm_error
 logger = init_logger(__name__)
 
 STOCK = "http"
-"""Name of vLLM's own connector, which ours replaces; another one that VLLM_MEDIA_CONNECTOR names stays in use."""
+"""Name of vLLM's own connector, which `install` replaces. A connector set by VLLM_MEDIA_CONNECTOR is not replaced."""
 
 EARLIEST_FAILURE_S = 0.5
-"""Seconds. A failure is never answered earlier, so that its time does not reveal whether a port nearby is open."""
+"""Least seconds until a failure is reported, so that its time does not reveal whether a port in our network is open."""
 
 MOST_BYTES = 1 << 30
-"""Bytes of media from URLs that an API server holds at once, before they are decoded."""
+"""Limit of the bytes of fetched, undecoded media that an API server holds at a time."""
 
 FIELDS = {AudioMediaIO: "audio_url", VideoMediaIO: "video_url"}
 FAILED = "could not be fetched, or is not what it should be"
 
 
 class Budget:
-    """Limits what is held at once, in several threads.
+    """Limits a sum, e.g. of bytes or pixels, that several threads increase and decrease.
 
     Args:
-        most: limit of all amounts together.
-        problem: text of the error.
-        parameter: field that the error names.
+        most: limit of the sum.
+        problem: text of the RequestError that is raised if the limit is exceeded.
+        parameter: field that the RequestError names.
     """
 
     def __init__(self, most: int, problem: str, *, parameter: str) -> None:
@@ -57,7 +57,7 @@ class Budget:
         self.held = 0
 
     def take(self, amount: int) -> None:
-        """Add to what is held; RequestError if that is more than the limit."""
+        """Add `amount` to the sum; raise RequestError if the sum exceeds the limit."""
         with self._lock:
             self.held += amount
             if self.held > self._most:
@@ -65,7 +65,7 @@ class Budget:
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
-        """Return a function like `take`; the end of the block returns the amounts of its calls."""
+        """Return a function like `take`. When the `with` block ends, the amounts of its calls are subtracted."""
         taken: list[int] = []
 
         def take(amount: int) -> None:
@@ -80,22 +80,22 @@ class Budget:
 
 
 PIXELS: ContextVar[Budget | None] = ContextVar("pixels", default=None)
-"""Budget of the request that is being handled.
+"""Pixel budget of the current request; None: no limit.
 
-Each image is decoded on arrival and held until the model's processor takes all of them, at three bytes per pixel. The
-file of a single-coloured image is small at any size.
+Each image is decoded on arrival, to three bytes per pixel, and held until the model's processor has all images of the
+request. The size of the files is no limit: the file of a single-coloured image is small at any number of pixels.
 """
 
 
 def pixel_budget(config: OmniConfig) -> Budget:
-    """Return the budget of one request."""
+    """Return the pixel budget of one request: `limits.max_request_pixels`."""
     most = config.limits.max_request_pixels
     problem = f"the images of a request may have {most} pixels together (limits.max_request_pixels)"
     return Budget(most, problem, parameter="image_url")
 
 
 def count_pixels(budget: Budget, data: bytes) -> None:
-    """Take the pixels of an image from a budget before it is decoded; its reader refuses data that is no image."""
+    """Add the pixels of an encoded image to a budget. Data that is not an image is ignored: its decoder raises."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
@@ -105,31 +105,31 @@ def count_pixels(budget: Budget, data: bytes) -> None:
 
 
 class MediaNotFetched(BadRequest):
-    """Status 400, the same for every failure; the log has the reason."""
+    """Status 400 with the same message for every failed fetch; the reason is only in the log."""
 
 
 class RestrictedMediaConnector(MediaConnector):
-    """`MediaConnector` that fetches with `Fetcher`; `install` sets the attributes."""
+    """`MediaConnector` that fetches with `Fetcher`. `install` sets the class attributes."""
 
     allow_private_media: str | None = None
     budget: Budget
-    """Bytes of the process."""
+    """Byte budget of this process for fetched media."""
 
     def __init__(self, *args: Any, allowed_media_domains: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, allowed_media_domains=allowed_media_domains, **kwargs)
         self._rules = Rules.of(self.allow_private_media, allowed_media_domains or ())
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        """Load a medium, in a thread without an event loop."""
+        """Load an image, video or sound; called in a thread without an event loop."""
         if not _is_http(url):
             return super().load_from_url(url, media_io, fetch_timeout=fetch_timeout)
         return asyncio.run(self.load_from_url_async(url, media_io, fetch_timeout=fetch_timeout))
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        """Load a medium.
+        """Load an image, video or sound.
 
         Raises:
-            MediaNotFetched: the medium could not be fetched or read.
+            MediaNotFetched: the file could not be fetched or decoded.
             ValueError: the host is not one of `--allowed-media-domains`.
             BadRequest: the images of the request have too many pixels together.
         """
@@ -155,7 +155,7 @@ class RestrictedMediaConnector(MediaConnector):
 
 
 def _limit_pixels(media_io: Any) -> None:
-    """Count an image before it is decoded. Decoding runs in a thread without the request's context."""
+    """Make `media_io` count the pixels of an image before it decodes the image, in a thread that lacks `PIXELS`."""
     budget = PIXELS.get()
     if budget is None or not isinstance(media_io, ImageMediaIO):
         return
@@ -173,7 +173,7 @@ def _limit_pixels(media_io: Any) -> None:
 
 @contextmanager
 def install(allow_private_media: str | None) -> Iterator[None]:
-    """Inside the block, this process fetches the media of requests by our rules."""
+    """Make this process fetch media with `RestrictedMediaConnector` inside the `with` block."""
     stock = MEDIA_CONNECTOR_REGISTRY.name2class[STOCK]
     budget = Budget(MOST_BYTES, f"all media being fetched have more than {MOST_BYTES} bytes", parameter="url")
     settings = {"allow_private_media": allow_private_media, "budget": budget}
@@ -186,5 +186,5 @@ def install(allow_private_media: str | None) -> Iterator[None]:
 
 
 def _is_http(url: str) -> bool:
-    """Return whether vLLM would fetch a URL, by vLLM's own test."""
+    """Return whether vLLM fetches a URL over HTTP; the same test as in vLLM's `MediaConnector`."""
     return url[:5].lower() != "data:" and (parse_url(url).scheme or "").startswith("http")

@@ -1,7 +1,8 @@
-"""Makes the refusal of long texts cheap: tokenization stops when a text is known to be too long.
+"""Refuses too long texts early: tokenization stops once a text has more tokens than the context length.
 
-vLLM refuses a text with more characters than context length times longest token, and tokenizes all other texts
-completely. A longest token has a hundred characters or more, so texts of megabytes pass that first check.
+vLLM refuses a text without tokenization only if it has more characters than the context length times the length of the
+longest token. All other texts are tokenized completely. The longest token of a vocabulary has 100 characters or more,
+so texts of megabytes pass vLLM's first check.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from vllm_omni_ext.orchestrator.lengths import needed
 from vllm_omni_ext.serving.responses import BadRequest
 
 LENGTHS = ("input_text", "input_tokens")
-"""vLLM's parameter names for a prompt that is too long, in any field."""
+"""Parameter names in vLLM's errors about too long prompts; they do not name the field of the request."""
 
 PROMPT_FIELDS = ("messages", "prompt", "input")
-"""Fields that hold a prompt; a body has one of them."""
+"""Request fields that contain a prompt; a body has only one of them."""
 
 
 def install(app: FastAPI, renderer: Any) -> None:
-    """Bound the renderer that all handlers share, and `/detokenize`; name the field in errors about length."""
+    """Limit tokenization and the tokens of `/detokenize`. Errors about a length name the request's field afterwards."""
     renderer._tokenize_prompt_async = make_async(partial(_tokenize, renderer), executor=renderer._executor)
     app.add_exception_handler(VLLMValidationError, _handler)  # type: ignore[arg-type]
     tokenization, most = app.state.serving_tokenization, renderer.model_config.max_model_len
@@ -45,10 +46,10 @@ def install(app: FastAPI, renderer: Any) -> None:
 
 
 def _tokenize(renderer: Any, prompt: dict[str, Any], params: TokenizeParams) -> Any:
-    """Replaces `BaseRenderer._tokenize_prompt`. Without a limit in `params` (`/tokenize`), the context is the limit.
+    """Replaces `BaseRenderer._tokenize_prompt`. Without a limit in `params` (`/tokenize`), it is the context length.
 
     Raises:
-        VLLMValidationError: the text has more tokens than the context.
+        VLLMValidationError: the text has more tokens than the limit, and `params` do not allow truncation.
     """
     text, tokenizer = prompt["prompt"], renderer.get_tokenizer()
     truncation = params.truncate_prompt_tokens
@@ -72,7 +73,7 @@ def _tokenize(renderer: Any, prompt: dict[str, Any], params: TokenizeParams) -> 
 
 
 async def _handler(request: Request, error: VLLMValidationError) -> Response:
-    body = getattr(request, "_json", None)  # what `request.json()` has returned, if the route called it
+    body = getattr(request, "_json", None)  # Starlette's cache of `request.json()`; missing if not called
     if error.parameter in LENGTHS and isinstance(body, dict):
         field = next((name for name in PROMPT_FIELDS if name in body), error.parameter)
         error = BadRequest(str(error.args[0]), parameter=field)
@@ -81,10 +82,10 @@ async def _handler(request: Request, error: VLLMValidationError) -> Response:
 
 
 async def refuse_long(omni: AsyncOmni, name: str, text: str) -> None:
-    """Raise RequestError for a text that exceeds the frontend's context, before all of it is tokenized.
+    """Raise RequestError if a text exceeds the frontend's context length, without tokenizing the whole text.
 
     Args:
-        name: the text's field.
+        name: request field of the text.
     """
     most, tokenizer = omni.model_config.max_model_len, omni.renderer.get_tokenizer()
     if len(text) > (longest := most * tokenizer.max_chars_per_token):

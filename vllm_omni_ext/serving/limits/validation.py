@@ -1,4 +1,4 @@
-"""Validation of bodies: it ends at the first error, never with status 500, and refuses values that crash engines."""
+"""Validates request bodies: stops at the first error, answers it with status 400, refuses values that crash engines."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from vllm_omni_ext.wire.stage_input import RESERVED
 logger = init_logger(__name__)
 
 VLLM_CHECK_CRASHES = (AttributeError, KeyError, IndexError)
-"""Errors of vLLM's checks that expect an object where a client may send any JSON; vLLM answers them with status 500."""
+"""Errors of vLLM's checks at JSON values of an unexpected type; vLLM answers them with status 500."""
 
 CLIENT_ERRORS = (RequestValidationError, TypeError, ValueError, OverflowError, VLLMError, VLLMValidationError)
-"""Errors of such checks that vLLM answers with status 400."""
+"""Errors of vLLM's checks that vLLM answers with status 400."""
 
 READING = "request_body_to_args"
-"""FastAPI's function that turns a body into a request; all functions that it calls work on client input."""
+"""FastAPI's function that converts a body to a request. Errors raised inside it are caused by the client's body."""
 
 CONVERSATION = frozenset({"messages", "tools"})
-"""Fields that do not reach an engine unchanged."""
+"""Fields whose values are not sent to an engine: they are rendered to a prompt."""
 
 EXTRA_ARGS = "vllm_xargs"
 
 CONTAINERS = frozenset({"list", "tuple", "set", "frozenset", "dict"})
-"""Schema types that support `fail_fast`."""
+"""Types of pydantic's core schemas that support `fail_fast`."""
 
 OPAQUE = frozenset({"metadata", "serialization", "default", "expected", "config", "cls"})
-"""Keys of a schema whose values are not schemas."""
+"""Keys of a core schema whose values are not schemas."""
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def install(app: FastAPI, observer: Observer) -> None:
-    """Make all routes of `app` validate bodies so, and count invalid bodies."""
+    """Make all routes of `app` validate bodies as this module describes, and count invalid bodies in the metrics."""
     stock: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in CLIENT_ERRORS}
     for kind, handler in (stock | dict.fromkeys(VLLM_CHECK_CRASHES, _malformed_body)).items():
         app.add_exception_handler(kind, _counting(handler, observer))
@@ -78,7 +78,7 @@ def _while_reading(error: Exception) -> bool:
 
 
 async def _malformed_body(request: Request, error: Exception) -> Response:
-    """Return status 400 if `error` was raised while a body was read; otherwise answer as vLLM does."""
+    """Return status 400 if `error` was raised while FastAPI read the body; else return vLLM's response."""
     if not _while_reading(error):
         answer: Response = await exception_handler(request, error)
         return answer
@@ -87,22 +87,22 @@ async def _malformed_body(request: Request, error: Exception) -> Response:
 
 
 def _stop_at_first_error(route: APIRoute) -> None:
-    """Rebuild the route's validators with pydantic's `fail_fast`; valid bodies give the same results as before.
+    """Rebuild the route's validators with pydantic's `fail_fast`. The results for valid bodies do not change.
 
-    Pydantic checks all elements, and creates an error for each element and each of its possible types: 10,000 empty
-    objects as messages give 150,000 errors, 10,000 as `input` of `/v1/responses` two million.
+    Without it, pydantic checks all elements of a list and creates an error for each allowed type of each element:
+    10,000 empty objects in `messages` give 150,000 errors, and in `input` of `/v1/responses` 2,000,000 errors.
     """
     fields = [field._type_adapter for field in get_flat_dependant(route.dependant).body_params]
     for adapter in [*fields, *_adapters_in(route.endpoint, set())]:
         try:
             adapter.rebuild()
             adapter.validator = SchemaValidator(_failing_fast(adapter.core_schema), _use_prebuilt=False)
-        except (PydanticUserError, SchemaError):  # a type of another package, which its route may never validate
+        except (PydanticUserError, SchemaError):  # a type of another package is not complete
             logger.warning("Bodies of %s are validated to the end: their type is not complete", route.path)
 
 
 def _adapters_in(value: Any, seen: set[int]) -> Iterator[TypeAdapter[Any]]:
-    """Yield the adapters in the closure of a function (`/invocations`), also inside lists and wrapped functions."""
+    """Yield the TypeAdapters in a function's closure (as of `/invocations`), also inside lists and nested functions."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -116,7 +116,7 @@ def _adapters_in(value: Any, seen: set[int]) -> Iterator[TypeAdapter[Any]]:
 
 
 def _failing_fast(schema: Any) -> Any:
-    """Return a copy of a core schema in which all lists and objects fail fast."""
+    """Return a copy of a pydantic core schema with `fail_fast` for all containers."""
     if isinstance(schema, list | tuple):
         return type(schema)(_failing_fast(each) for each in schema)
     if not isinstance(schema, dict):
@@ -129,9 +129,12 @@ def _failing_fast(schema: Any) -> Any:
 
 
 def validate_json_values(request: BaseModel) -> None:
-    """Refuse values that are valid JSON but crash engines: NaN, integers beyond 64 bits, halves of surrogate pairs.
+    """Refuse values that crash engines: NaN, infinity, integers beyond 64 bits, halves of surrogate pairs.
 
-    RequestError names the field. The conversation is not checked.
+    `messages` and `tools` are not checked.
+
+    Raises:
+        RequestError: a value is invalid, or a key of `vllm_xargs` is reserved; the error names the field.
     """
     fields = {name: getattr(request, name) for name in request.model_fields_set if name not in CONVERSATION}
     for name, value in fields.items():
@@ -144,7 +147,7 @@ def validate_json_values(request: BaseModel) -> None:
 
 
 def _problem(value: Any) -> tuple[str, str] | None:
-    """Return the path to the first wrong value in a value, and its problem; a body has 100 levels at most."""
+    """Return (path, error text) of the first invalid value inside `value`, or None; bodies have at most 100 levels."""
     if isinstance(value, int):
         return ("", "must be an integer of at most 64 bits") if abs(value) > LARGEST_INTEGER else None
     if isinstance(value, float):

@@ -1,11 +1,11 @@
 """Reads each video in its own process, because some damaged files crash the process that decodes them.
 
-Every loader in vLLM's registry is replaced by one of the same name that runs the original in another process, so that
-`--media-io-kwargs` and VLLM_VIDEO_LOADER_BACKEND keep their effect.
+Every loader in vLLM's registry is replaced by a loader of the same name that runs the original in another process.
+Thus `--media-io-kwargs` and VLLM_VIDEO_LOADER_BACKEND keep their effect.
 
-A fork server forks the processes. The first video starts the fork server, which has one thread, none of this process's
-open files, and has imported this module. A process answers with a msgpack header and raw bytes; no part of an answer is
-unpickled.
+The processes are forked by a fork server, which is started at the first video. The fork server has one thread and none
+of this process's open files, and it has imported this module. A process sends a msgpack header and raw bytes, so this
+process unpickles no data.
 """
 
 from __future__ import annotations
@@ -33,37 +33,40 @@ from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 from vllm_omni_ext.titles import name_process
 
 Video = tuple[npt.NDArray[Any], dict[str, Any]]
-"""Frames, [frames, height, width, 3] uint8, and their metadata, as vLLM's loaders return them."""
+"""Frames as [frames, height, width, 3] uint8, and their metadata in the format of vLLM's loaders."""
 
 TIMEOUT_S = 120.0
-"""Wall time of one video. OpenCV decodes every frame up to the last sampled one, 400 to 1200 frames/s of 720p on two
-cores: that is enough for half an hour of video. An endless file blocks one of vLLM's eight media threads this long."""
+"""Limit of the wall time for one video, in seconds.
+
+OpenCV decodes every frame up to the last sampled one, at 400 to 1200 frames/s for 720p on two cores. The limit is
+enough for half an hour of video. An endless file occupies one of vLLM's eight media threads for this time."""
 
 GRACE_S = 5.0
-"""A process has its own timer; this many seconds later the caller kills it in any case."""
+"""Seconds between the end of TIMEOUT_S, when a process's own timer ends it, and the time when the caller kills it."""
 
 MEMORY_BYTES = 8 << 30
-"""Address space of one video, all its sampled frames included: vLLM samples up to 768 of some models, of 6 MB at
-1080p."""
+"""Limit of the address space of a process, in addition to its size at the start.
+
+It includes all sampled frames: vLLM samples up to 768 frames for some models, each of 6 MB at 1080p."""
 
 FIRST_TO_GO = 1000
-"""A process's /proc/self/oom_score_adj: when memory runs out, the kernel kills these processes first."""
+"""Value for /proc/self/oom_score_adj: when memory runs out, the kernel kills the video processes first."""
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
-"""Signals with the default action in a process. Handlers of libraries would spend a second on finding symbols."""
+"""Signals whose default action is restored in a process. Handlers of libraries take a second to look up symbols."""
 
 MAX_HEADER_BYTES = 16 << 20
 
 PIECE_BYTES = 64 << 20
-"""The array of an answer is sent in pieces of this size, so that it is never in memory twice."""
+"""Bytes of each piece in which an array is sent, so that no process holds two copies of the whole array."""
 
 
 class ReadFailed(ValueError):
-    """Reading raised an error, crashed, or took too long or too much memory."""
+    """The loader of a video raised an error, crashed, or exceeded its time or memory limit."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Header of an answer; the array follows, unless there is an error."""
+    """Header that a process sends before the array of frames; after a header with `error`, no array is sent."""
 
     error: str = ""
     about: dict[str, Any] = {}
@@ -76,7 +79,7 @@ _read_answer = msgspec.msgpack.Decoder(Answer)
 
 @contextmanager
 def install() -> Iterator[None]:
-    """Inside the block, all video of this process is read in separate processes."""
+    """Make this process read each video in a separate process, inside the `with` block."""
     stock = dict(VIDEO_LOADER_REGISTRY.name2class)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
@@ -95,7 +98,11 @@ def _register(name: str, loader: type) -> None:
 
 
 def _load(context: Any, name: str, stock: Any, data: bytes, **options: Any) -> Video:
-    """Read a video as `stock` does. Raises ReadFailed: the video cannot be read."""
+    """Return the video as vLLM's loader `stock` reads it, in a separate process; GPU loaders run in this process.
+
+    Raises:
+        ReadFailed: the video cannot be read.
+    """
     names = (name, options.get("backend", name))
     if str(options.get("device", "cpu")) != "cpu" or any(map(VIDEO_LOADER_REGISTRY.backend_requires_gpu, names)):
         found: Video = stock().load_bytes(data, **options)  # GPU memory must belong to this process
@@ -140,7 +147,7 @@ def _pieces(array: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
 
 
 def _answer(end: Connection, stock: Any, options: dict[str, Any], timeout_s: float, memory_bytes: int) -> None:
-    """Body of a process: one video."""
+    """Main function of a process: receive the bytes of one video, and send its frames."""
     faulthandler.disable()
     for number in (signal.SIGALRM, *CRASHES):
         signal.signal(number, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""Client secrets: keys for one kind of session that expire, and that every API server of a deployment can check.
+"""Client secrets: keys that expire, valid for sessions with fixed settings.
 
-A secret contains the settings of its sessions and its expiry, signed with a key that is derived from the API key. The
-server keeps nothing of it.
+A secret contains the session settings and the expiry time, signed with a key that is derived from the API key. The
+server does not store secrets, so every API server of a deployment can check them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 PREFIX = "ek_"
 PURPOSE = b"vllm-omni-ext: client secrets of /v1/realtime"
 LONGEST = 6000
-"""Characters of a secret: browsers send it in a header."""
+"""Largest number of characters of a secret. It is limited because browsers send the secret in a header."""
 
 LARGEST_SETTINGS = 1 << 20
-"""Bytes of the settings in a secret."""
+"""Largest number of bytes of a secret's decompressed settings."""
 
 
 class WrongSecret(Exception):
-    """A client secret is malformed, has another signature, or has expired."""
+    """A client secret is malformed, has an invalid signature, or has expired."""
 
 
 class ClientSecrets:
-    """Makes and reads secrets.
+    """Creates and checks client secrets.
 
     Args:
-        keys: the API keys; without any, secrets are signed with a key that is no secret, because the server is open.
+        keys: the API keys. If empty, the server accepts every client, and secrets are signed with a public key.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [hmac.digest(key.encode(), PURPOSE, "sha256") for key in keys or ("",)]
 
     def make(self, settings: Mapping[str, Any], expires_at: int) -> str:
-        """Return a secret.
+        """Return a new secret.
 
         Args:
-            settings: fields of `session` as a client sends them.
-            expires_at: Unix time.
+            settings: fields of `session` in the client's request.
+            expires_at: Unix time in seconds.
 
         Raises:
             ValueError: the settings are too long.
@@ -54,13 +54,13 @@ class ClientSecrets:
         return value
 
     def read(self, value: str, now: float) -> dict[str, Any]:
-        """Return the settings of a secret.
+        """Check a secret, and return its session settings.
 
         Args:
-            now: Unix time.
+            now: Unix time in seconds.
 
         Raises:
-            WrongSecret: it is not valid, or not any more.
+            WrongSecret: the secret is not valid, or has expired.
         """
         data, _, signature = value.removeprefix(PREFIX).partition(".")
         try:
@@ -77,7 +77,10 @@ class ClientSecrets:
 
 
 def _content(body: bytes) -> tuple[int, dict[str, Any]]:
-    """Return expiry and settings; without an API key anybody can sign, so the size is limited here too."""
+    """Return (expiry time, settings) of a secret's body.
+
+    The decompressed size is limited, because on a server without an API key every client can sign a body.
+    """
     try:
         reader = zlib.decompressobj()
         content = reader.decompress(body, LARGEST_SETTINGS)

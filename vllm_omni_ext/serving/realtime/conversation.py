@@ -1,4 +1,4 @@
-"""The items of a conversation, their order, and the chat messages that a model gets for them."""
+"""Keeps the items of a conversation in order, and converts them to chat messages for the model."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ ROOT = "root"
 DATA_URI = "data:image/"
 
 MOST_WEIGHT_PER_S = 20
-"""Letters that are spoken in a second at most; a wide character (Chinese, Japanese, Korean) counts as `WIDE`."""
+"""Largest number of letters that are spoken in a second."""
 WIDE = 3
+"""Number of letters as which a wide character (Chinese, Japanese, Korean) is counted."""
 
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 
 
 @dataclass(kw_only=True)
 class Part:
-    """A part of a message's content.
+    """A content part of a message.
 
     Attributes:
         type: e.g. "input_audio".
-        text: the text, or a transcript of sound; None: there is no transcript.
-        sound: of the user.
-        image_url: a data URI.
-        made_ms: length of the assistant's sound that the model has made.
-        sent_ms: length of the assistant's sound that the client has got.
-        heard_ms: length of the assistant's sound that was played; None: all of it.
-        whole: the model has made all sound of the transcript.
+        text: the text, or the transcript of the sound; None: there is no transcript.
+        sound: the user's sound.
+        image_url: the user's picture as a data URI.
+        made_ms: length of the assistant's sound that the model has generated, in ms.
+        sent_ms: length of the assistant's sound that was sent to the client, in ms.
+        heard_ms: length of the assistant's sound that the client has played, in ms; None: all of it.
+        whole: the model has generated all sound for the transcript.
     """
 
     type: str
@@ -63,18 +64,18 @@ class Part:
 
     @property
     def spoken(self) -> bool:
-        """Whether it is sound of the assistant."""
+        """Whether the part is sound of the assistant."""
         return self.type == "output_audio"
 
     def heard(self) -> str:
-        """Return the text, of sound that was not played to its end only the part that was."""
+        """Return the text. If sound was not played to its end, return only the transcript of the played sound."""
         text = self.text or ""
         if not self.spoken or self.heard_ms is None:
             return text
         return cut(text, self.heard_ms, self.made_ms, whole=self.whole)
 
     def public(self, *, audio: bool) -> dict[str, Any]:
-        """Return the part as the client gets it; `audio`: with the user's sound."""
+        """Return the part in the format of the API; with `audio=True` it contains the user's sound."""
         shown: dict[str, Any] = {"type": self.type}
         if self.type in ("input_audio", "output_audio"):
             shown["transcript"] = self.heard() if self.spoken else self.text
@@ -88,14 +89,15 @@ class Part:
 
 
 def cut(text: str, heard_ms: float, made_ms: float, *, whole: bool) -> str:
-    """Return the beginning of a transcript that was heard.
+    """Return the beginning of a transcript for the sound that was played. It ends with a whole word.
 
-    The part of the text is that of the sound. Text is made before its sound: as long as the sound is not whole, the
-    part is at most `MOST_WEIGHT_PER_S` letters a second. It ends with a whole word.
+    The returned fraction of the text equals the played fraction of the sound. The model writes text before its sound:
+    while sound is missing, at most `MOST_WEIGHT_PER_S` letters per second of played sound are returned.
 
     Args:
-        made_ms: length of the sound of the text so far.
-        whole: no more sound belongs to the text.
+        heard_ms: length of the played sound, in ms.
+        made_ms: length of the sound that has been generated for the text, in ms.
+        whole: all sound for the text has been generated.
     """
     if heard_ms >= made_ms and whole:
         return text
@@ -114,7 +116,7 @@ def cut(text: str, heard_ms: float, made_ms: float, *, whole: bool) -> str:
 
 @dataclass(kw_only=True)
 class Item:
-    """An item. Attributes that its type does not have are empty."""
+    """An item of a conversation: a message, function call, or output. Attributes that its type lacks are empty."""
 
     id: str
     type: str
@@ -127,7 +129,7 @@ class Item:
     output: str = ""
 
     def public(self, *, audio: bool = False) -> dict[str, Any]:
-        """Return the item as the client gets it; `audio`: with the user's sound."""
+        """Return the item in the format of the API; with `audio=True` it contains the user's sound."""
         shown: dict[str, Any] = {
             "id": self.id,
             "object": "realtime.item",
@@ -141,23 +143,24 @@ class Item:
         return shown | {"call_id": self.call_id, "output": self.output}
 
     def sound_bytes(self) -> int:
-        """Return the bytes of its sound."""
+        """Return the number of bytes of the item's sound."""
         return sum(len(part.sound.data) for part in self.content if part.sound is not None)
 
     def text_bytes(self) -> int:
-        """Return the characters of its texts and pictures."""
+        """Return the number of characters of the item's texts and data URIs."""
         parts = sum(len(part.text or "") + len(part.image_url or "") for part in self.content)
         return parts + len(self.arguments) + len(self.output) + len(self.name)
 
 
 def make_item(given: Strict, settings: Settings, new_id: Callable[[str], str], path: str) -> Item:
-    """Return the item that a client describes.
+    """Return a conversation item for an item in a client's event.
 
     Args:
-        path: of the item in the event.
+        given: the item in the event.
+        path: path of the item in the event, for errors.
 
     Raises:
-        ClientError: a content part cannot be met.
+        ClientError: a content part is invalid or not supported.
     """
     item_id = getattr(given, "id", None) or new_id("item")
     if isinstance(given, FunctionCall):
@@ -180,7 +183,7 @@ def make_item(given: Strict, settings: Settings, new_id: Callable[[str], str], p
 
 
 def is_json_object(text: str) -> bool:
-    """Return whether a text is a JSON object, which chat templates need of a call's arguments."""
+    """Return whether a text is a JSON object. Chat templates require a JSON object as arguments of a function call."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -216,7 +219,7 @@ def _assistant_part(given: AssistantContent, path: str) -> Part:
 
 
 def _only(given: Any, names: Sequence[str], path: str) -> None:
-    """Check that a part has the first of the fields, and no field but these."""
+    """Raise ClientError if a part does not have the field `names[0]`, or has a field that is not in `names`."""
     if getattr(given, names[0]) is None:
         raise ClientError(f"{path}.{names[0]}: is missing", code=MISSING, param=f"{path}.{names[0]}")
     for name in given.model_fields_set - {"type", *names}:
@@ -225,7 +228,7 @@ def _only(given: Any, names: Sequence[str], path: str) -> None:
 
 
 class Conversation:
-    """The items of a conversation in their order."""
+    """The items of a conversation, in order, with limits of their number and size."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -241,10 +244,10 @@ class Conversation:
         return len(self._items)
 
     def find(self, item_id: str, path: str = "item_id") -> Item:
-        """Return an item.
+        """Return the item with an id, which is at `path` in the client's event.
 
         Raises:
-            ClientError: there is none with this id.
+            ClientError: no item has this id.
         """
         for item in self._items:
             if item.id == item_id:
@@ -252,20 +255,20 @@ class Conversation:
         raise ClientError(f"{path}: the conversation has no item '{item_id:.100}'", code="item_not_found", param=path)
 
     def before(self, item: Item) -> str | None:
-        """Return the id of the item before an item; None: it is the first."""
+        """Return the id of the item that precedes `item`; None: `item` is the first."""
         at = self._index(item)
         return self._items[at - 1].id if at else None
 
     @property
     def last_id(self) -> str | None:
-        """Id of the last item."""
+        """Id of the last item; None: the conversation is empty."""
         return self._items[-1].id if self._items else None
 
     def check(self, item: Item) -> None:
-        """Check that an item may be added.
+        """Check that an item can be added.
 
         Raises:
-            ClientError: its id is used, or the conversation is full.
+            ClientError: another item has its id, or the conversation would exceed a limit.
         """
         if any(each.id == item.id for each in self._items):
             raise ClientError(
@@ -284,13 +287,13 @@ class Conversation:
                 )
 
     def add(self, item: Item, previous_item_id: str | None = None) -> str | None:
-        """Add an item and return the id of the item before it; None: it is the first.
+        """Add an item, and return the id of the item that precedes it; None: the added item is the first.
 
         Args:
-            previous_item_id: of the item before it; "root": it becomes the first; None: it becomes the last.
+            previous_item_id: id of the item after which it is added; "root": add it as the first; None: as the last.
 
         Raises:
-            ClientError: there is no such item, the item's id is used, or the conversation is full.
+            ClientError: no item has the id `previous_item_id`, or `check` raises.
         """
         self.check(item)
         at = len(self._items)
@@ -302,12 +305,12 @@ class Conversation:
         return self.before(item)
 
     def append_output(self, item: Item) -> str | None:
-        """Add an item of the model as the last one, without regard to the limits; return the id of the one before."""
+        """Append an item that the model generates, without a check of limits; return the id of the preceding item."""
         self._items.append(item)
         return self.before(item)
 
     def delete(self, item: Item) -> None:
-        """Remove an item."""
+        """Remove an item from the conversation."""
         del self._items[self._index(item)]
 
     def _index(self, item: Item) -> int:
@@ -315,10 +318,10 @@ class Conversation:
 
 
 def messages(instructions: str, items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return chat messages. The data of an `input_audio` part is its `Sound`.
+    """Return the items as chat messages. The value of `input_audio` in a content part is the `Sound` object.
 
-    Consecutive calls of functions are one message, with the assistant's text before them. Calls that are not complete,
-    because a response has ended within them, are left out.
+    Consecutive function calls, and the assistant's text before them, become one message. Function calls that are not
+    complete, because their response has ended, are omitted.
     """
     found: list[dict[str, Any]] = []
     if instructions:

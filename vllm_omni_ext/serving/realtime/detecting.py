@@ -1,4 +1,4 @@
-"""Probabilities of speech, and of complete turns, in the input sound of one session."""
+"""Computes the probabilities of speech, and of complete turns, in the input sound of one Realtime session."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vllm_omni_ext.serving.realtime.turns import TurnDetector
 from vllm_omni_ext.serving.realtime.vad import RATE_HZ, SileroVad
 
 KEPT_S = 2 * smart_turn.SECONDS
-"""Sound that is kept to compute whether a turn is complete."""
+"""Seconds of sound that are kept, to compute the probability that a turn is complete."""
 
 Frames = list[tuple[float, float]]
 
 
 def available() -> tuple[str, ...]:
-    """Return the types of turn detection whose models are installed; the first is the default."""
+    """Return the types of turn detection whose models are installed, the default first; empty without "server_vad"."""
     found = []
     for kind, check in (("server_vad", vad.model_file), ("semantic_vad", smart_turn.model_file)):
         try:
@@ -35,7 +35,7 @@ def available() -> tuple[str, ...]:
 
 
 class _Needed(Exception):
-    """A completeness that has not been computed."""
+    """Raised when a detector reads a completeness (probability of a complete turn) that is not computed yet."""
 
     def __init__(self, start_ms: float, end_ms: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Needed(Exception):
 
 
 class SpeechFrames:
-    """The models of one session's turn detection. Calls of `push` must not overlap."""
+    """Runs the models of turn detection on the sound of one session. Calls of `push` must not overlap."""
 
     def __init__(self) -> None:
         self._decoder: Decoder | None = None
@@ -56,7 +56,7 @@ class SpeechFrames:
         self._computed: dict[tuple[float, float], float] = {}
 
     def begin(self, sound_format: dict[str, Any] | None, from_ms: float) -> None:
-        """Begin with the sound at `from_ms` in a format of the protocol; None: there is no more sound."""
+        """Reset for sound that begins at `from_ms`, in a format of the protocol; None: detection is off."""
         self._decoder = self._vad = None
         self._from_ms = self._kept_from_ms = from_ms
         self._kept.clear()
@@ -66,9 +66,9 @@ class SpeechFrames:
             self._decoder, self._vad = Decoder(SoundFormat(kind, RATES[kind]), RATE_HZ), SileroVad()
 
     async def push(self, data: bytes, detector: TurnDetector) -> Frames:
-        """Return the end in ms, and the probability of speech, of each frame that `data` completes.
+        """Return (end in ms, probability of speech) of each frame that `data` completes.
 
-        Completenesses that `detector` computes for these frames are available afterwards.
+        The completenesses that `detector` needs for these frames are computed too, for `completeness`.
         """
         assert self._decoder is not None and self._vad is not None, "detection is on"
         samples = self._decoder.write(data)
@@ -78,13 +78,16 @@ class SpeechFrames:
         return frames
 
     def completeness(self, start_ms: float, end_ms: float) -> float:
-        """Return the probability that the sound between two times is a complete turn; it has been computed."""
+        """Return the probability, computed by `push`, that the sound between two times is a complete turn."""
         if (start_ms, end_ms) not in self._computed:
             raise _Needed(start_ms, end_ms)
         return self._computed[start_ms, end_ms]
 
     async def _compute(self, frames: Frames, detector: TurnDetector) -> None:
-        """Give copies of the detector the frames, until none of them needs another completeness."""
+        """Compute the completenesses that the detector reads for the frames.
+
+        Each pass writes the frames to a copy of the detector. The passes end when a copy reads only computed values.
+        """
         self._computed.clear()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Limits of realtime sessions."""
+"""Limits of Realtime sessions: their number, size, duration, and rate of events."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one API server's sessions.
+    """Limits of the sessions of one API server; all values are upper limits.
 
     Attributes:
-        sessions: open sessions of this API server.
-        session_s: seconds that a session may last.
-        idle_s: seconds without an event of the client.
+        sessions: open sessions of the API server.
+        session_s: duration of a session, in seconds.
+        idle_s: time without an event of the client, in seconds.
         buffer_bytes: bytes of the input audio buffer.
         sound_bytes: bytes of sound in a conversation's items.
         text_bytes: characters of text, images and arguments in a conversation's items.
         items: items of a conversation.
-        events_per_s: events of the client a second, averaged over `burst_events`.
-        burst_events: events that may come at once.
-        responses: responses outside of the default conversation that run at once.
-        unsent_bytes: bytes of events that wait for a client that does not read.
-        values: opening brackets and commas of one event.
+        events_per_s: sustained rate of the client's events, per second.
+        burst_events: events that the client can send at a time, above the sustained rate.
+        responses: simultaneous responses outside of the default conversation.
+        unsent_bytes: bytes of events that are queued for a client that does not read.
+        values: opening brackets and commas in one event.
     """
 
     sessions: int = 100
@@ -42,10 +42,10 @@ LIMITS = Limits()
 
 
 class Rate:
-    """Counts events: a bucket of `Limits.burst_events` that `Limits.events_per_s` a second leave.
+    """Limits the rate of events with a leaky bucket: `burst_events` is its size, `events_per_s` its outflow.
 
     Args:
-        now: monotonic time, seconds.
+        now: monotonic time in seconds.
     """
 
     def __init__(self, limits: Limits, now: float) -> None:
@@ -54,7 +54,7 @@ class Rate:
         self._at = now
 
     def count(self, now: float) -> bool:
-        """Count one event at `now`; return whether the limit is kept."""
+        """Count one event at `now`; return False if the event exceeds the limit."""
         self._level = max(0.0, self._level - (now - self._at) * self._limits.events_per_s) + 1
         self._at = now
         return self._level <= self._limits.burst_events

@@ -1,4 +1,4 @@
-"""Small ONNX models on the CPU: one session a file and process, one thread a call, calls in threads of their own."""
+"""Runs small ONNX models on the CPU: one InferenceSession per file and process, each call in a separate thread."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from vllm_omni_ext.errors import ConfigError
 Result = TypeVar("Result")
 
 THREADS = 2
-"""Of an API server, for the calls of all connections."""
+"""Number of threads of an API server that run the models, for all connections together."""
 
 EXTRA = "pip install 'vllm-omni-ext[realtime]'"
 ERRORS_ONLY = 3
-"""Severity from which ONNX Runtime writes log lines; its warnings are about unused initializers of the files."""
+"""Lowest severity that ONNX Runtime logs. Its warnings are about unused initializers in the model files."""
 
 _loading = threading.Lock()
 _sessions: dict[Path, Any] = {}
 
 
 def packaged(module: str, file: str) -> Path | None:
-    """Return a data file of an installed package, without importing it; None if there is none.
+    """Return the path of a data file in an installed package, without an import of the package; None if missing.
 
     Args:
         module: the package's top-level module.
+        file: path of the file in the module's folder.
     """
     spec = find_spec(module)
     folders = (spec and spec.submodule_search_locations) or ()
@@ -39,7 +40,7 @@ def packaged(module: str, file: str) -> Path | None:
 
 
 def require_runtime(wanted_by: str) -> None:
-    """Raise ConfigError, which begins with `wanted_by`, unless ONNX Runtime is installed."""
+    """Raise ConfigError if ONNX Runtime is not installed. The message begins with `wanted_by`."""
     if find_spec("onnxruntime") is None:
         raise ConfigError(f"{wanted_by}: onnxruntime is not installed; run: {EXTRA}")
 
@@ -58,7 +59,7 @@ def session(file: Path) -> Any:
 
 
 async def aside(call: Callable[..., Result], *args: Any) -> Result:
-    """Return the result of a call in one of `THREADS` threads; the event loop goes on."""
+    """Run `call` in one of the `THREADS` threads, and return its result. The event loop is not blocked."""
     return await asyncio.get_running_loop().run_in_executor(_threads(), call, *args)
 
 

@@ -1,4 +1,4 @@
-"""Times at which sound is sent to a listener that plays it in real time. Pure: no clock."""
+"""Computes the times at which sound is sent to a client that plays it in real time. The caller supplies the clock."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ MS = 1000.0
 
 
 class Pacer:
-    """Keeps the sound of one answer at most `ahead_ms` and one piece ahead of its listener.
+    """Computes when the pieces of one answer's sound are sent: at most `ahead_ms` and one piece before they are played.
 
-    The listener begins to play at the first piece; a piece that arrives when nothing is left begins to play at once.
-    `now` is in seconds of a clock that does not go back.
+    The client starts to play when the first piece arrives. If it has played all sound, it resumes when the next piece
+    arrives. `now` is the time of a monotonic clock in seconds.
 
     Args:
-        ahead_ms: sound that the listener has to play when the next piece may be sent.
+        ahead_ms: the next piece is sent when the client has at most this much unplayed sound, in ms.
 
     Raises:
         ValueError: `ahead_ms` is negative.
@@ -41,17 +41,17 @@ class Pacer:
         self._player.receive(ms / MS, now)
 
     def played_ms(self, now: float) -> float:
-        """Return the played part of the sent sound; after `cancel` the part that had been played then."""
+        """Return the milliseconds of sound that the client has played; after `cancel`, those played until `cancel`."""
         if self._cancelled_ms is not None:
             return self._cancelled_ms
         return max(0.0, self._player.sound - self._player.unplayed(now)) * MS
 
     def remaining_ms(self, now: float) -> float:
-        """Return the milliseconds of sent sound that are not played yet; 0 after `cancel`."""
+        """Return the milliseconds of sent sound that the client has not played yet; 0 after `cancel`."""
         return 0.0 if self._cancelled_ms is not None else self._player.unplayed(now) * MS
 
     def cancel(self, now: float) -> float:
-        """Stop the playing; return `played_ms`. A second call changes nothing."""
+        """Record that the client stops to play at `now`, and return `played_ms`. A second call changes nothing."""
         self._cancelled_ms = self.played_ms(now)
         return self._cancelled_ms
 

@@ -1,6 +1,6 @@
-"""Sound of the Realtime API: bytes of a format to float samples at a model's rate, and back.
+"""Converts sound of the Realtime API from encoded bytes to float samples at a model's rate, and back.
 
-Both directions are streams: pieces of any size give the samples of the whole.
+Both directions are streams. The size of the pieces does not change the result.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from vllm_omni_ext.modalities.sound import SAMPLE_BYTES, Samples, pcm16
 PCM, PCMU, PCMA = "audio/pcm", "audio/pcmu", "audio/pcma"
 
 RATES: Mapping[str, int] = {PCM: 24_000, PCMU: 8_000, PCMA: 8_000}
-"""The one sample rate of each format, Hz."""
+"""The only sample rate of each format, in Hz."""
 
 FULL_SCALE = 2**15
 FILTER_SAMPLES = 256
-"""Zeros after the end of a sound, more than FFmpeg's filter spans at any of our ratios; without, it drops a sample."""
+"""Number of zeros that are appended to a sound before it is resampled.
+
+They are more than the length of FFmpeg's filter at any of our ratios. Without them, FFmpeg drops the last sample."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class SoundFormat:
 
     Attributes:
         type: one of `RATES`.
-        rate: samples a second.
+        rate: samples per second.
     """
 
     type: str = PCM
@@ -39,11 +41,11 @@ class SoundFormat:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of a sample."""
+        """Number of bytes of a sample."""
         return SAMPLE_BYTES if self.type == PCM else 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of the API; only PCM names its rate."""
+        """Return the format as an object of the Realtime API; it contains `rate` only for PCM."""
         return {"type": self.type, "rate": self.rate} if self.type == PCM else {"type": self.type}
 
 
@@ -54,7 +56,7 @@ def read_format(value: Any, parameter: str) -> SoundFormat:
         parameter: the object's path in the client's message, for errors.
 
     Raises:
-        RequestError: no object, an unknown type, field or rate.
+        RequestError: `value` is not an object, or its type, a field or its rate is unknown.
     """
     if not isinstance(value, Mapping):
         raise RequestError(f"{parameter}: must be an object with 'type', got {value!r}", parameter=parameter)
@@ -80,15 +82,15 @@ class Decoder:
         self._resampler = Resampler(format.rate, rate)
 
     def write(self, data: bytes, *, last: bool = False) -> Samples:
-        """Decode the next bytes; return the samples that are complete.
+        """Decode the next bytes, and return the samples that are complete.
 
-        Half a sample waits for its other byte. The resampler keeps samples of up to 4 ms until the next call.
+        The first byte of an incomplete sample, and up to 4 ms of samples in the resampler, stay until the next call.
 
         Args:
-            last: the sound ends here: everything is returned, and the next call begins another sound.
+            last: the sound ends with `data`. All samples are returned, and the next call begins another sound.
 
         Raises:
-            ValueError: the last sound ends with half a sample; the next call begins another sound.
+            ValueError: the sound ends with half a sample. The next call begins another sound.
         """
         data = self._rest + data
         whole = len(data) - len(data) % self._format.sample_bytes
@@ -108,7 +110,7 @@ class Encoder:
         self._resampler = Resampler(rate, format.rate)
 
     def write(self, samples: Samples, *, last: bool) -> bytes:
-        """Encode the next samples; return the bytes that are complete. `last` is that of `Decoder.write`."""
+        """Encode the next samples, and return the bytes that are complete. For `last` see `Decoder.write`."""
         data = pcm16(self._resampler.write(np.asarray(samples, np.float32), last=last))
         if self._format.type == PCM:
             return data
@@ -118,7 +120,7 @@ class Encoder:
 class Resampler:
     """Converts a stream of float32 samples from one rate to another with FFmpeg's filter.
 
-    The sum of the pieces has ceil(n * target / source) samples for n samples of input.
+    For n input samples, all calls together return ceil(n * target / source) samples.
     """
 
     def __init__(self, source_hz: int, target_hz: int) -> None:
@@ -127,7 +129,7 @@ class Resampler:
         self._filter: Any = None
 
     def write(self, samples: Samples, *, last: bool = False) -> Samples:
-        """Return float32 samples [n] at the output rate; `last` adds those in the filter, and resets it."""
+        """Return float32 samples [n] at the target rate. `last` also returns the filter's samples, and resets it."""
         if self._source == self._target:
             return samples
         self._read += len(samples)
@@ -194,5 +196,5 @@ def _codes(kind: str) -> Samples:
 
 
 def _bits(values: Samples) -> Samples:
-    """Return the number of bits of integers from 0."""
+    """Return the bit length of each integer in `values`, all of which are >= 0."""
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""One response: its output items, and the events about them in the protocol's order."""
+"""Collects the output items of one response, and returns their events in the protocol's order."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CANCELLED, FAILED = "cancelled", "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of a response.
+    """Token counts of a response.
 
     Attributes:
-        prompt: all of the prompt.
-        prompt_audio: of the prompt, those of sound.
-        prompt_image: of the prompt, those of pictures.
-        cached: of the prompt, those from the prefix cache.
-        text: made for the text.
-        audio: made for the sound.
+        prompt: all tokens of the prompt.
+        prompt_audio: tokens of sound in the prompt.
+        prompt_image: tokens of pictures in the prompt.
+        cached: tokens of the prompt that were in the prefix cache.
+        text: generated tokens of text.
+        audio: generated tokens of sound.
     """
 
     prompt: int = 0
@@ -43,7 +43,7 @@ class Usage:
     audio: int = 0
 
     def public(self) -> dict[str, Any]:
-        """Return `usage`."""
+        """Return the `usage` object of the API."""
         return {
             "total_tokens": self.prompt + self.text + self.audio,
             "input_tokens": self.prompt,
@@ -60,7 +60,7 @@ class Usage:
 
 @dataclass(kw_only=True)
 class Output:
-    """An output item of a response; `open` until its last event."""
+    """An output item of a response, at `index` of `output`; `open` until its last event has been returned."""
 
     item: Item
     index: int
@@ -68,15 +68,14 @@ class Output:
 
 
 class Response:
-    """A response.
+    """One response of a session. Its methods add output, and return the events for the client.
 
     Args:
-        settings: the session's, with the response's own.
-        conversation_id: of the conversation that gets the output; None: none does.
-        context: the items of its prompt.
-        instructions: of the prompt.
-        opened: adds an item to the conversation; returns the event.
-        closed: returns the event for the end of an item of the conversation.
+        settings: settings of the session, overridden by those of the response.
+        conversation_id: id of the conversation to which the output items are added; None: they are not added to one.
+        context: the conversation items of the prompt.
+        opened: adds an item to the conversation, and returns the event about it.
+        closed: returns the event about the completion of an item in the conversation.
     """
 
     def __init__(
@@ -110,18 +109,18 @@ class Response:
 
     @property
     def speaks(self) -> bool:
-        """Whether it is answered with sound."""
+        """Whether the output is sound."""
         return bool(self.settings["output_modalities"] == [AUDIO])
 
     @property
     def spoken(self) -> tuple[Item, Part] | None:
-        """The item with sound, and its part; None: there is none."""
+        """The output item with sound, and its content part; None: the response has no sound."""
         if self._message is None or not self.speaks:
             return None
         return self._message.item, self._message.item.content[0]
 
     def public(self) -> dict[str, Any]:
-        """Return the response as the client gets it."""
+        """Return the response in the format of the API."""
         output = self.settings["audio"]["output"]
         sound = {"output": {"format": output["format"], "voice": output["voice"]}} if self.speaks else {}
         return {
@@ -139,11 +138,11 @@ class Response:
         }
 
     def begin(self) -> list[Event]:
-        """Return the first events. This server limits no tokens, so the list of rate limits is empty."""
+        """Return the first events. The list of rate limits is empty, because this server does not limit tokens."""
         return [event("response.created", response=self.public()), event("rate_limits.updated", rate_limits=[])]
 
     def text(self, delta: str) -> list[Event]:
-        """Add text, or a part of the transcript."""
+        """Add generated text (with sound: a piece of the transcript), and return its events."""
         if not delta:
             return []
         events, output = self._begun_message()
@@ -153,22 +152,24 @@ class Response:
         return [*events, event(kind, **self._content(output), delta=delta)]
 
     def made(self, ms: float, *, last: bool) -> None:
-        """Count sound that the model has made, before it is sent."""
+        """Add to the length of the generated sound, which is sent later; `last`: the model has generated all sound."""
         self._content_part.made_ms += ms
         self._content_part.whole = self._content_part.whole or last
 
     def sound(self, data: bytes, ms: float) -> list[Event]:
-        """Add sound in the format of the response."""
+        """Add sound of `ms` milliseconds, encoded in the response's format, and return its events."""
         events, output = self._begun_message()
         output.item.content[0].sent_ms += ms
         delta = base64.b64encode(data).decode("ascii")
         return [*events, event("response.output_audio.delta", **self._content(output), delta=delta)]
 
     def call(self, index: int, name: str | None, arguments: str) -> list[Event]:
-        """Add a part of a function call; the first part of each has the name.
+        """Add a piece of a function call, and return its events.
 
         Args:
-            index: of the call in the answer.
+            index: number of the function call in the response.
+            name: name of the function, in the first piece of each function call.
+            arguments: the next piece of the arguments.
         """
         events: list[Event] = []
         if index not in self._calls:
@@ -195,7 +196,10 @@ class Response:
         return events
 
     def generated(self, finish_reason: str, usage: Usage) -> list[Event]:
-        """The model has ended; sound may still wait to be sent. Calls end here: they do not wait for the sound."""
+        """Record that the model has finished. Return the last events of function calls, except at the token limit.
+
+        Generated sound may still be unsent. Function calls are closed without a wait for the sound.
+        """
         self.finish_reason, self.usage = finish_reason, usage
         return [] if finish_reason == "length" else self._close_calls()
 
@@ -204,7 +208,7 @@ class Response:
 
         Args:
             status: "completed", "cancelled", "failed" or "incomplete".
-            details: `status_details` without the type; None: there are none.
+            details: `status_details` without `type`; None: the response has no `status_details`.
         """
         events = []
         for output in self._outputs:
@@ -228,7 +232,7 @@ class Response:
         return events, self._message
 
     def _output(self, item: Item, events: list[Event]) -> Output:
-        """Begin an output item, and add its events."""
+        """Append `item` to the response's output, and append the events about it to `events`."""
         output = Output(item=item, index=len(self._outputs))
         self._outputs.append(output)
         events.append(

@@ -1,5 +1,6 @@
-"""Completeness of turns, by Smart Turn v3 (BSD-2-Clause). The weights are a file of the package pipecat-ai, or the
-user's.
+"""Computes the probability that a turn is complete, with Smart Turn v3 (BSD-2-Clause).
+
+The weights are a file of the package pipecat-ai, or a file of the user.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_omni_ext.serving.realtime import onnx
 
 RATE_HZ = 16_000
 SECONDS = 8
-"""The model reads the end of a turn, with zeros before a shorter one."""
+"""Length of the model's input: the last 8 s of a turn. A shorter turn is padded with zeros at its beginning."""
 
 MEL_BANDS = 80
 INPUT = "input_features"
@@ -26,13 +27,13 @@ ADVICE = "install it with: pip install --no-deps pipecat-ai==1.14.0; or set the 
 
 
 def model_file(path: str | os.PathLike[str] | None = None) -> Path:
-    """Return the model's file.
+    """Return the path of the model's ONNX file.
 
     Args:
-        path: the user's own file; None: that of pipecat-ai.
+        path: a file of the user; None: the file in the package pipecat-ai.
 
     Raises:
-        ConfigError: there is no such file, or onnxruntime is not installed.
+        ConfigError: the file does not exist, or onnxruntime is not installed.
     """
     onnx.require_runtime("semantic_vad")
     if path is not None:
@@ -46,7 +47,7 @@ def model_file(path: str | os.PathLike[str] | None = None) -> Path:
 
 
 class SmartTurn:
-    """Computes the probability that a turn is complete. The first call of a process loads the model.
+    """Computes the probability that a turn is complete. The first call in a process loads the model.
 
     Raises:
         ConfigError: see `model_file`.
@@ -56,20 +57,21 @@ class SmartTurn:
         self._file = model_file(path)
 
     def completeness(self, samples: Samples) -> float:
-        """Return the probability for float32 samples [n] at 16 kHz, of which the last `SECONDS` count.
+        """Return the probability that a turn is complete. A call takes 20 to 100 ms.
 
-        It computes 20 to 100 ms; in an event loop use `completeness_aside`.
+        Args:
+            samples: the turn, float32 [n] at 16 kHz; only the last `SECONDS` are used.
         """
         (probabilities,) = onnx.session(self._file).run(None, {INPUT: features(samples)})
         return float(np.ravel(probabilities)[0])
 
     async def completeness_aside(self, samples: Samples) -> float:
-        """Like `completeness`, in a thread."""
+        """Like `completeness`, but computed in a thread, for callers in an event loop."""
         return await onnx.aside(self.completeness, samples)
 
 
 def features(samples: Samples) -> Samples:
-    """Return Whisper's log-mel spectrogram, float32 [1, `MEL_BANDS`, 100 a second], of the last `SECONDS`."""
+    """Return Whisper's log-mel spectrogram of the last `SECONDS`, float32 [1, `MEL_BANDS`, 100 per second]."""
     length = SECONDS * RATE_HZ
     sound = np.asarray(samples, np.float32)[-length:]
     sound = np.concatenate([np.zeros(length - len(sound), np.float32), sound])

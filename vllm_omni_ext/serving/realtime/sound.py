@@ -1,4 +1,4 @@
-"""Sound as a client sends it: its length, and the input audio buffer."""
+"""Sound in the encoding that the client sends, and the input audio buffer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from vllm_omni_ext.serving.realtime.events import WRONG_VALUE, ClientError
 BYTES_PER_MS = {"audio/pcm": 48, "audio/pcmu": 8, "audio/pcma": 8}
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 SILENCE = {"audio/pcm": b"\0", "audio/pcmu": b"\xff", "audio/pcma": b"\xd5"}
-"""A byte of silence."""
+"""The byte that encodes silence in each format."""
 
 SHORTEST_MS = 100
-"""Sound of a committed buffer, in milliseconds, at least: encoders of sound have no output for less."""
+"""Least length of a committed buffer, in milliseconds: audio encoders have no output for shorter sound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sound:
-    """Sound in a format of the protocol.
+    """Encoded sound in a format of the protocol.
 
     Attributes:
-        data: bytes in the format.
+        data: the encoded bytes.
         format: e.g. {"type": "audio/pcm", "rate": 24000}.
     """
 
@@ -36,17 +36,17 @@ class Sound:
         return len(self.data) / BYTES_PER_MS[self.format["type"]]
 
     def at_least(self, ms: float) -> Sound:
-        """Return the sound with silence after it up to a length."""
+        """Return the sound, extended with silence at its end to a length of at least `ms`."""
         kind = self.format["type"]
         lacking = round(ms * BYTES_PER_MS[kind]) - len(self.data)
         return self if lacking <= 0 else replace(self, data=self.data + SILENCE[kind] * lacking)
 
 
 def decoded(audio: str, sound_format: dict[str, Any], path: str) -> bytes:
-    """Return the bytes of a client's base64.
+    """Return the sound bytes of a client's base64 text, which is at `path` in the client's event.
 
     Raises:
-        ClientError: it is not base64, or ends within a sample.
+        ClientError: the text is not base64, or the sound ends within a sample.
     """
     try:
         data = base64.b64decode(audio, validate=True)
@@ -59,11 +59,13 @@ def decoded(audio: str, sound_format: dict[str, Any], path: str) -> bytes:
 
 
 class InputBuffer:
-    """The input audio buffer. Times are milliseconds of all sound that the client has sent in the session.
+    """The input audio buffer of a session.
+
+    All times are positions, in milliseconds, in the sound that the client has sent since the session's start.
 
     Args:
-        sound_format: of the sound that is appended.
-        most: most bytes that it holds.
+        sound_format: format of the sound that is appended.
+        most: largest number of bytes in the buffer.
     """
 
     def __init__(self, sound_format: dict[str, Any], most: int) -> None:
@@ -73,30 +75,30 @@ class InputBuffer:
         self.use(sound_format)
 
     def use(self, sound_format: dict[str, Any]) -> None:
-        """Set the format; the buffer must be empty unless the format stays the same."""
+        """Set the format. If the format changes, the buffer must be empty."""
         self._format = sound_format
         self._rate = BYTES_PER_MS[sound_format["type"]]
         self._sample = SAMPLE_BYTES[sound_format["type"]]
 
     def __len__(self) -> int:
-        """Number of bytes."""
+        """Return the number of bytes in the buffer."""
         return len(self._data)
 
     @property
     def start_ms(self) -> float:
-        """Time of the first sample."""
+        """Time of the first sample in the buffer."""
         return self._start_ms
 
     @property
     def end_ms(self) -> float:
-        """Time after the last sample."""
+        """Time at the end of the last sample in the buffer."""
         return self._start_ms + len(self._data) / self._rate
 
     def append(self, data: bytes) -> None:
-        """Add sound.
+        """Append sound.
 
         Raises:
-            ClientError: the buffer is full; nothing is added.
+            ClientError: the buffer would exceed its limit; no sound is appended.
         """
         if len(self._data) + len(data) > self._most:
             raise ClientError(
@@ -107,20 +109,25 @@ class InputBuffer:
         self._data += data
 
     def clear(self) -> None:
-        """Drop all sound."""
+        """Remove all sound."""
         self._start_ms = self.end_ms
         self._data.clear()
 
     def peek(self) -> Sound:
-        """Return all sound."""
+        """Return all sound in the buffer, without removal."""
         return Sound(data=bytes(self._data), format=self._format)
 
     def drop_before(self, at_ms: float) -> None:
-        """Drop the sound before a time."""
+        """Remove the sound before `at_ms`."""
         self._drop(self._offset(at_ms))
 
     def take(self, from_ms: float | None = None, to_ms: float | None = None) -> Sound:
-        """Remove the sound up to `to_ms` and return that from `from_ms` on; None: from the start, to the end."""
+        """Remove the sound before `to_ms`, and return the part of it from `from_ms` on.
+
+        Args:
+            from_ms: None: from the start of the buffer.
+            to_ms: None: to the end of the buffer.
+        """
         first = 0 if from_ms is None else self._offset(from_ms)
         last = len(self._data) if to_ms is None else self._offset(to_ms)
         sound = Sound(data=bytes(self._data[first : max(first, last)]), format=self._format)

@@ -1,7 +1,7 @@
-"""Turns of a speaker, from the probabilities of speech in the frames of a sound. Pure: no clock, no model.
+"""Detects the turns of a speaker from the probabilities of speech in frames of sound. Uses no clock and no model.
 
-All times are in milliseconds from the beginning of a connection's input sound, so that results do not depend on the
-speed at which it arrives.
+All times are positions in the input sound of a connection, in milliseconds. Thus results do not depend on the speed at
+which the sound arrives.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 RELEASE = 0.15
-"""Speech goes on while its probability is at least the threshold less this."""
+"""Difference between the threshold at which speech begins and the lower threshold under which speech ends."""
 
 LEAST_RELEASE = 0.01
 LEAST_SPEECH_MS = 64.0
-"""Shorter sounds, e.g. clicks, are no speech."""
+"""Least duration of speech that begins a turn; shorter sounds are e.g. clicks."""
 
 PAUSE_MS = 200.0
 """Silence after which semantic detection computes whether the turn is complete."""
 
 COMPLETE = 0.5
-"""Probability from which a turn is complete."""
+"""Least probability at which a turn is regarded as complete."""
 
 LONGEST_PAUSE_MS: Mapping[str, float] = {"low": 8000.0, "medium": 4000.0, "auto": 4000.0, "high": 2000.0}
-"""Silence that ends an incomplete turn, by eagerness."""
+"""Milliseconds of silence that end an incomplete turn, by eagerness."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerVad:
-    """A turn ends after `silence_duration_ms` of silence.
+    """Settings of turn detection that ends a turn after a fixed duration of silence.
 
     Attributes:
-        threshold: probability from which a frame is speech, 0 to 1.
-        prefix_padding_ms: sound before the first frame with speech that belongs to the turn.
-        silence_duration_ms: silence that ends a turn; it belongs to the turn.
-        idle_timeout_ms: silence after the sound of an answer until `IdleTimeout`; None: never.
+        threshold: least probability, 0 to 1, at which a frame is speech.
+        prefix_padding_ms: duration of the sound before the first speech that is included in the turn.
+        silence_duration_ms: silence that ends a turn; it is included in the turn.
+        idle_timeout_ms: silence after the sound of an answer until `IdleTimeout`; None: no `IdleTimeout`.
 
     Raises:
-        ValueError: a value outside its range; the message starts with its name.
+        ValueError: a value is outside its range; the message starts with its name.
     """
 
     threshold: float = 0.5
@@ -58,10 +58,10 @@ class ServerVad:
 
 @dataclass(frozen=True, kw_only=True)
 class SemanticVad:
-    """A turn ends after a short pause if it is complete, otherwise after the longest pause of its eagerness.
+    """Settings of turn detection that ends a complete turn after `PAUSE_MS`, and others after `LONGEST_PAUSE_MS`.
 
     Raises:
-        ValueError: an unknown `eagerness`.
+        ValueError: `eagerness` is not a key of `LONGEST_PAUSE_MS`.
     """
 
     eagerness: str = "auto"
@@ -76,27 +76,27 @@ class SemanticVad:
 
     @property
     def silence_duration_ms(self) -> float:
-        """Silence that ends any turn."""
+        """Silence that ends an incomplete turn."""
         return LONGEST_PAUSE_MS[self.eagerness]
 
 
 @dataclass(frozen=True)
 class SpeechStarted:
-    """A turn has begun; `audio_start_ms` is its first sound, with the padding before the speech."""
+    """A turn has started. `audio_start_ms` is the start of its sound, including the padding before the speech."""
 
     audio_start_ms: float
 
 
 @dataclass(frozen=True)
 class SpeechStopped:
-    """The turn has ended; `audio_end_ms` is the end of its sound, with the silence after the speech."""
+    """The turn has ended. `audio_end_ms` is the end of its sound, including the silence after the speech."""
 
     audio_end_ms: float
 
 
 @dataclass(frozen=True)
 class IdleTimeout:
-    """No speech between the end of an answer's playback and the timeout."""
+    """The time `idle_timeout_ms` has passed without speech since an answer was played."""
 
     audio_start_ms: float
     audio_end_ms: float
@@ -105,16 +105,15 @@ class IdleTimeout:
 Event = SpeechStarted | SpeechStopped | IdleTimeout
 
 Completeness = Callable[[float, float], float]
-"""Probability, 0 to 1, that the sound between two times, in ms, is a complete turn. It is called by `write`."""
+"""Returns the probability, 0 to 1, that the sound between two times in ms is a complete turn. Called by `write`."""
 
 
 class TurnDetector:
-    """Finds turns: frames in, events out. `SpeechStarted` and `SpeechStopped` alternate, except after `drop`.
+    """Converts frames of sound to events. `SpeechStarted` and `SpeechStopped` alternate, except after `drop`.
 
     Args:
-        settings: of the connection.
-        completeness: needed for `SemanticVad`.
-        begin_ms: beginning of the first frame; sound before it belongs to no turn.
+        completeness: required for `SemanticVad`, unused for `ServerVad`.
+        begin_ms: start of the first frame; no turn includes sound before it.
 
     Raises:
         ValueError: `SemanticVad` without `completeness`.
@@ -129,25 +128,25 @@ class TurnDetector:
         self._completeness = completeness if isinstance(settings, SemanticVad) else None
         self._release = max(settings.threshold - RELEASE, min(LEAST_RELEASE, settings.threshold))
         self._now = self._free_from = begin_ms
-        # `_free_from`: end of the sound that belongs to earlier turns or was dropped.
+        # `_free_from`: end of the sound that is included in earlier turns, or was dropped.
         self._candidate: float | None = None
-        """Start of speech that is shorter than `LEAST_SPEECH_MS` so far."""
+        """Start of speech that has not lasted `LEAST_SPEECH_MS` yet."""
         self._started: float | None = None
         """Start of the turn's sound; None between turns."""
         self._silent_from: float | None = None
-        """End of the turn's speech so far, while there is none."""
+        """Start of the current silence within a turn; None during speech and between turns."""
         self._judged = False
-        """The completeness before this silence has been computed."""
+        """Whether the completeness of the turn has been computed for the current silence."""
         self._idle_from: float | None = None
 
     @property
     def speaking(self) -> bool:
-        """True between `SpeechStarted` and `SpeechStopped`."""
+        """Whether a turn has started and not ended."""
         return self._started is not None
 
     @property
     def needed_from_ms(self) -> float:
-        """Start of the sound that this or a later turn may contain; sound before it may be forgotten."""
+        """Start of the sound that this turn or a later turn can include; the caller can remove the sound before it."""
         if self._started is not None:
             return self._started
         begins = self._now if self._candidate is None else self._candidate
@@ -155,24 +154,25 @@ class TurnDetector:
         return needed if self._idle_from is None else min(needed, max(self._free_from, self._idle_from))
 
     def write(self, frames: Iterable[tuple[float, float]]) -> list[Event]:
-        """Add frames, each with its end in ms and its probability of speech; return the events in order.
+        """Add frames, and return their events in order.
 
-        A frame begins at the end of the one before it.
+        Args:
+            frames: (end in ms, probability of speech); a frame starts at the end of the preceding frame.
 
         Raises:
-            ValueError: a frame does not end after the one before it.
+            ValueError: a frame does not end after the preceding frame.
         """
         return [event for end, probability in frames for event in self._frame(end, probability)]
 
     def idle_from(self, at_ms: float | None) -> None:
-        """Set the time at which all sound of the last answer has been played; None while there is an answer to play.
+        """Set the time, possibly in the future, at which the client has played the last answer; None: it still plays.
 
-        `IdleTimeout` follows `idle_timeout_ms` later, once, unless speech begins before. The time may lie ahead.
+        A single `IdleTimeout` follows `idle_timeout_ms` after this time, unless speech begins before.
         """
         self._idle_from = None if self.speaking or self._settings.idle_timeout_ms is None else at_ms
 
     def drop(self, before_ms: float) -> None:
-        """Forget the sound before a time, because the client committed or cleared it: a turn ends without event."""
+        """End the current turn without an event: the client has committed or cleared the sound before `before_ms`."""
         self._free_from = max(self._free_from, before_ms)
         self._started = self._candidate = self._silent_from = None
 
@@ -202,7 +202,7 @@ class TurnDetector:
         return [SpeechStarted(self._started)]
 
     def _idle(self, begin: float, end: float) -> list[Event]:
-        """Return the timeout if it is due in a frame without speech."""
+        """Return `IdleTimeout` if its time is reached in this frame, which has no speech."""
         if self._idle_from is None or self._settings.idle_timeout_ms is None:
             return []
         due = self._idle_from + self._settings.idle_timeout_ms
@@ -229,7 +229,7 @@ class TurnDetector:
         return [SpeechStopped(self._free_from)]
 
     def _silence(self, since: float, end: float) -> float:
-        """Return the silence that ends the turn."""
+        """Return the duration of silence, in ms, that ends the turn; computes the completeness if it is needed."""
         longest = self._settings.silence_duration_ms
         if self._completeness is None or self._judged or end - since < PAUSE_MS:
             return longest

@@ -1,4 +1,4 @@
-"""Voice activity: probabilities of speech in sound, by Silero VAD (MIT), whose package has the weights."""
+"""Computes probabilities of speech in sound with Silero VAD (MIT). The weights are in the package silero-vad."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from vllm_omni_ext.serving.realtime import onnx
 
 RATE_HZ = 16_000
 WINDOW = 512
-"""Samples of a frame, 32 ms."""
+"""Samples of a frame: 32 ms."""
 
 CONTEXT = 64
-"""Samples before a frame that the model reads too."""
+"""Number of samples before a frame that are also input of the model."""
 
 STATE = (1, 1, 128)
 FILE = "data/silero_vad_16k_sequence.onnx"
-"""Reads a sequence of frames in one call; results equal those of the file for single frames."""
+"""Model file that takes a sequence of frames per call; its results equal those of the file for single frames."""
 
 MOST_WINDOWS = 256
-"""Frames in one call, 8 s of sound: 0.6 MB of input."""
+"""Largest number of frames in one call: 8 s of sound, 0.6 MB of input."""
 
 
 def model_file() -> Path:
-    """Return the model's file.
+    """Return the path of the model's ONNX file.
 
     Raises:
         ConfigError: onnxruntime or silero-vad is not installed.
@@ -39,7 +39,7 @@ def model_file() -> Path:
 
 
 class SileroVad:
-    """Computes the probability of speech in each 32 ms of one sound. The first `push` of a process loads the model.
+    """Computes the probability of speech for each 32 ms of a sound. The first `push` in a process loads the model.
 
     Raises:
         ConfigError: see `model_file`.
@@ -49,13 +49,13 @@ class SileroVad:
         self._file = model_file()
         self._h = self._c = np.zeros(STATE, np.float32)
         self._rest = np.zeros(CONTEXT, np.float32)
-        """The last `CONTEXT` samples of the frame before, and those that do not fill a frame."""
+        """The last `CONTEXT` samples of the preceding frame, and the samples that do not fill a frame yet."""
         self._frames = 0
 
     def push(self, samples: Samples) -> list[tuple[float, float]]:
-        """Add float32 samples [n] at 16 kHz; return (end in ms, probability) of each complete frame.
+        """Add float32 samples [n] at 16 kHz, and return (end in ms, probability) of each frame that they complete.
 
-        Ends count from the first sample. It computes about 0.1 ms for a frame; in an event loop use `push_aside`.
+        The end is counted from the first sample of the sound. A frame takes about 0.1 ms.
         """
         sound = np.concatenate([self._rest, np.asarray(samples, np.float32)])
         count = (len(sound) - CONTEXT) // WINDOW
@@ -70,7 +70,7 @@ class SileroVad:
         return list(zip(ends.tolist(), probabilities.tolist(), strict=True))
 
     async def push_aside(self, samples: Samples) -> list[tuple[float, float]]:
-        """Like `push`, in a thread; calls for one sound must not overlap."""
+        """Like `push`, but in a thread, for callers in an event loop. Calls for one sound must not overlap."""
         return await onnx.aside(self.push, samples)
 
     def _run(self, windows: Samples) -> Samples:
