@@ -1,7 +1,7 @@
 """Refuses grammars that match no text, such as `root ::= root`.
 
-vLLM accepts them, because they parse. A stage constrained by one finds no allowed token, and its request fails midway
-as a server error.
+vLLM accepts such grammars because they parse. A stage with such a grammar has no allowed token, and its request fails
+during generation with a server error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MACRO = re.compile(r"[A-Za-z_]\w*\(")
 
 
 def refuse_empty_grammar(params: SamplingParams) -> None:
-    """Raise VLLMValidationError, HTTP 400, if the request has a grammar that matches no text."""
+    """Raise VLLMValidationError (HTTP 400) if the request has a grammar that matches no text."""
     given = getattr(params, "structured_outputs", None)
     if given is None or not given.grammar:
         return
@@ -32,7 +32,7 @@ def refuse_empty_grammar(params: SamplingParams) -> None:
 
 
 def empty_rules(grammar: str) -> list[str]:
-    """Rules that match no text; none if the grammar does not parse, which vLLM reports itself."""
+    """Return the rules that match no text; empty if the grammar does not parse, since vLLM reports that error."""
     import xgrammar
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
@@ -64,7 +64,7 @@ def empty_rules(grammar: str) -> list[str]:
 
 
 def _choices(rules: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
-    """Each choice of each rule, as xgrammar writes them, with the rules it needs."""
+    """Yield (name, names of the rules that a match requires) for each alternative of xgrammar's rules by name."""
     for rule, body in rules.items():
         plain = _LOOK_AHEAD.sub("", _TERMINALS.sub("", body))
         if _MACRO.search(plain):  # a macro is assumed to match some text

@@ -1,7 +1,7 @@
-"""The metrics of this package as data: name, labels, unit and meaning. vLLM's own `vllm:` metrics are separate.
+"""Defines the metrics of this package: name, labels, unit and meaning. vLLM's own `vllm:` metrics are separate.
 
-Metrics of audio and images are defined with their modalities; a model plugin may add more. All are Prometheus metrics
-of the process's default registry, always on, and also have the label `model_name`.
+Metrics of audio and images are defined with their modalities, and model plugins can add metrics. All are Prometheus
+metrics of the process's default registry, always enabled, and have the label `model_name` in addition to their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 PREFIX = "vllm_omni_ext:"
 DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable of prometheus_client: the directory in which several processes share their values."""
+"""Environment variable of prometheus_client: the directory with the files in which processes share metric values."""
 
 MODEL = "model_name"
 
@@ -27,15 +27,16 @@ GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5
 
 
 class StepGauge(Gauge):
-    """A gauge of a replica's state, which several API servers write: the state after the latest step is shown.
+    """A gauge of a replica's state that several API servers write; its value is the state after the latest step.
 
-    The state written last may be older: an API server receives outputs that were sent to the one it replaces.
+    The value that is written last can be of an earlier step, because an API server that replaces an ended one receives
+    outputs that were sent to the ended one.
     """
 
     _at: ClassVar[float | None] = None
 
     def set(self, value: float) -> None:
-        """Set the gauge."""
+        """Set the gauge, with the time of the step if it is set within `state_after`."""
         if self._at is None or not self._is_most_recent:
             super().set(value)
         else:
@@ -44,8 +45,8 @@ class StepGauge(Gauge):
     @classmethod
     @contextmanager
     def state_after(cls, step_ns: int) -> Iterator[None]:
-        """Set the time of the values that are set inside the block; `step_ns`: Unix time in ns, 0 means now."""
-        # The clock of another host may be ahead; values that this host writes later must still count.
+        """Set the time of the gauge values that are set inside the `with` block: Unix time in ns, or 0 for now."""
+        # A time in the future, from another host's clock, would suppress later values of this host.
         cls._at = min(step_ns / 1e9, time.time()) if step_ns else None
         try:
             yield
@@ -54,19 +55,19 @@ class StepGauge(Gauge):
 
 
 AGAIN_S = 0.25
-"""How long a busy replica's state is not written again, in seconds."""
+"""Least seconds between two writes of an unchanged state of a busy replica."""
 
 
 class ShownStates:
-    """The last state of each replica that this process has written to gauges.
+    """Decides whether a replica's state is written to gauges, from the state that this process wrote last.
 
-    An unchanged state is written again only if other processes set the same gauges: each receives the states after some
-    of the steps. An idle replica's state is written at once, because no later step might correct another process's
-    value. A busy replica's state is written at most every `AGAIN_S`.
+    A changed state is always written. An unchanged state is written only if other processes set the same gauges, since
+    each process receives the states after some of the steps: for a busy replica at most every `AGAIN_S`, for an idle
+    replica at once, because there may be no later step to correct another process's value.
 
     Args:
         alone: no other process sets the gauges.
-        clock: monotonic clock, seconds.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -75,7 +76,7 @@ class ShownStates:
         self._written: dict[Hashable, tuple[object, float]] = {}
 
     def due(self, replica: Hashable, state: object, *, busy: bool) -> bool:
-        """Return whether a replica's state is to be written now; if so, record it as written."""
+        """Return whether a replica's state must be written now. If so, the state is recorded as written."""
         known, since = self._written.get(replica, (None, 0.0))
         now = 0.0 if self._alone else self._clock()
         if known == state and (self._alone or (busy and now - since < AGAIN_S)):
@@ -84,20 +85,21 @@ class ShownStates:
         return True
 
     def reset(self, replica: Hashable) -> None:
-        """The gauges of a replica were, or will be, set to something else."""
+        """Make the next `due` of a replica return True, because the caller sets its gauges to another value."""
         self._written.pop(replica, None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Metric:
-    """One metric.
+    """Definition of a metric.
 
     Attributes:
         name: name without the prefix.
-        labels: labels besides `model_name`.
-        unit: unit of its value.
-        mode: how a gauge's values of several API servers are combined (prometheus_client's `multiprocess_mode`).
-        buckets: upper bounds of a histogram, in its unit.
+        labels: labels in addition to `model_name`.
+        unit: unit of the metric's value.
+        text: help text.
+        mode: combination of a gauge's values from several API servers (prometheus_client's `multiprocess_mode`).
+        buckets: upper bounds of a histogram, in the metric's unit.
     """
 
     name: str
@@ -110,11 +112,11 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """Name in the scraped output (a histogram's series have suffixes)."""
+        """Name with the prefix, as in the output of `/metrics`; the series of a histogram have suffixes."""
         return PREFIX + self.name
 
     def make(self, registry: CollectorRegistry) -> Any:
-        """Create the metric in a registry."""
+        """Create the prometheus_client object of the metric in a registry."""
         labels = (MODEL, *self.labels)
         match self.kind:
             case "counter":
@@ -126,21 +128,21 @@ class Metric:
 
 
 def counter(name: str, unit: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
-    """Return a counter."""
+    """Return the definition of a counter."""
     return Metric(name=name, kind="counter", unit=unit, text=text, labels=labels)
 
 
 def gauge(
     name: str, unit: str, text: str, labels: tuple[str, ...] = (), mode: Literal["mostrecent", "livesum"] = "mostrecent"
 ) -> Metric:
-    """Return a gauge."""
+    """Return the definition of a gauge."""
     return Metric(name=name, kind="gauge", unit=unit, text=text, labels=labels, mode=mode)
 
 
 def histogram(
     name: str, text: str, labels: tuple[str, ...] = (), buckets: Sequence[float] = LATENCY_S, unit: str = "seconds"
 ) -> Metric:
-    """Return a histogram."""
+    """Return the definition of a histogram."""
     return Metric(name=name, kind="histogram", unit=unit, text=text, labels=labels, buckets=buckets)
 
 
@@ -299,11 +301,15 @@ ALL = tuple(value for value in tuple(vars().values()) if isinstance(value, Metri
 """All metrics above, in the order of the documentation."""
 
 _IN_DEFAULT: dict[Metric, Any] = {}
-"""The metrics in the process's default registry, which `/metrics` shows."""
+"""The created metrics in the process's default registry, which `/metrics` exports."""
 
 
 class Metrics:
-    """The metrics of a registry (by default the process's), for writing with the label `model_name` of one model."""
+    """Creates the metrics in a registry, and returns their series with the label `model_name` of one model.
+
+    Args:
+        registry: None: the process's default registry.
+    """
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self._model = model
@@ -313,7 +319,7 @@ class Metrics:
             self._make(metric)
         self._series: dict[tuple[Metric, tuple[str, ...]], Any] = {}
         self.shared = DIRECTORY in os.environ
-        """Whether several processes share their values."""
+        """Whether several processes share metric values in files."""
 
     def _make(self, metric: Metric) -> Any:
         if metric not in self._made:
@@ -321,14 +327,14 @@ class Metrics:
         return self._made[metric]
 
     def of(self, metric: Metric, *labels: str) -> Any:
-        """Return the series of a metric with these labels."""
+        """Return the time series of a metric with these label values."""
         series = self._series.get((metric, labels))
         if series is None:
             series = self._series[metric, labels] = self._make(metric).labels(self._model, *labels)
         return series
 
     def remove(self, metric: Metric, *labels: str) -> bool:
-        """Remove the series, if it exists. Returns False, and keeps it, if several processes share their values."""
+        """Remove a time series if it exists. Returns False without removal if processes share metric values."""
         if self.shared:
             return False
         self._series.pop((metric, labels), None)
@@ -336,7 +342,7 @@ class Metrics:
         return True
 
     def shared_counts(self, counter: Metric) -> dict[tuple[str, ...], float]:
-        """Return a counter's totals over all processes, also ended ones, by its labels; empty if nothing is shared."""
+        """Return a counter's sums over all processes, also ended ones, by label values; empty without shared files."""
         if not self.shared:
             return {}
         files = glob.glob(os.path.join(glob.escape(os.environ[DIRECTORY]), "counter_*.db"))
@@ -349,15 +355,15 @@ class Metrics:
 
 
 def share(directory: str) -> None:
-    """Make this process and its forks share their metrics in a directory; called before any metric is made.
+    """Make this process and its child processes share metric values in a directory. Call before metrics are created.
 
-    prometheus_client chooses how to keep values when it is imported, which vLLM may have done already.
+    prometheus_client reads the environment variable at its import, and vLLM may have imported it already.
     """
     os.environ[DIRECTORY] = directory
     values.ValueClass = values.get_value_class()
 
 
 def mark_dead(pid: int) -> None:
-    """Remove a dead process's gauges of living processes; its counters stay."""
+    """Remove the `livesum` gauges of an ended process from the shared files. Its other values stay."""
     if DIRECTORY in os.environ:
         multiprocess.mark_process_dead(pid)

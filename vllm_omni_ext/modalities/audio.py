@@ -1,4 +1,4 @@
-"""Sound as an output: OpenAI's `audio` of a chat, WAV and other files, and metrics of sound."""
+"""The output modality audio: writes sound to chat answers in OpenAI's format, and records metrics of sound."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from vllm_omni_ext.modalities.fields import choice, flag
 from vllm_omni_ext.modalities.sound import CHANNELS, CHAT_FORMATS, WAV, Base64Pieces, SoundStream, encode_aside
 
 KEYS = ("voice", "format")
-"""Keys of OpenAI's object `audio`. The voice is a field of the model."""
+"""Keys of OpenAI's object `audio` in a request. The voice is passed to the model as one of its fields."""
 
 AUDIO_IN_CONTENT = "audio_in_content"
-"""Field that also requests streamed sound in `delta.content`, where clients of vllm-omni look for it."""
+"""Boolean request field: streamed sound is also sent in `delta.content`, where clients of vllm-omni read it."""
 
 TIME_TO_FIRST_AUDIO = histogram(
     "time_to_first_audio_seconds", "Time from a request's arrival to its first piece of sound."
@@ -45,14 +45,14 @@ METRICS = (TIME_TO_FIRST_AUDIO, AUDIO_CHUNK_GAP, AUDIO_SECONDS, AUDIO_UNDERRUN, 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioEncoding:
-    """The encoding of an answer's sound: a name of `CHAT_FORMATS`, and whether `delta.content` has the sound too."""
+    """Encoding of an answer's sound: a key of `CHAT_FORMATS`, and whether `delta.content` has the sound too."""
 
     format: str
     in_content: bool = False
 
 
 class AudioStream(ModalityStream):
-    """The sound of one streamed answer."""
+    """Writes the sound of one streamed answer."""
 
     def __init__(self, encoding: AudioEncoding) -> None:
         self._encoding = encoding
@@ -63,37 +63,37 @@ class AudioStream(ModalityStream):
         self._note: str | None = None
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
-        """Return the choice with the sound that is due."""
+        """Return a choice with the encoded sound of the chunk; nothing if no encoded bytes are complete."""
         assert isinstance(chunk, AudioChunk)
         samples = len(chunk.samples)
         self._rate, self._frames, self._note = chunk.sample_rate, frames_of(chunk), chunk.note
         self._samples += samples
         data = b""
-        if self._samples:  # a reply that is too short to be spoken has no sound, not even a header
+        if self._samples:  # an answer without samples has no sound, not even a header
             data = await self._encoder.write_aside(chunk.samples, self._rate, last=chunk.last)
         text = self._pieces.write(data, last=chunk.last)
         delta: dict[str, Any] = {"audio": self._audio(data=text)} if text else {}
         if self._encoding.in_content and samples:
-            # A chunk in the content is a complete file, with its own header if the format has one.
+            # `content` of each chunk is a complete file, with its own header if the format has a header.
             whole = await encode_aside(chunk.samples, self._rate, CHAT_FORMATS[self._encoding.format])
             delta = {"role": "assistant", "content": base64.b64encode(whole).decode("ascii"), **delta}
         return [self._choice(delta, samples)] if delta else []
 
     def text(self, delta: dict[str, Any]) -> None:
-        """Repeat text as the transcript."""
+        """Add the text to the delta as the transcript of the sound."""
         if content := delta.get("content"):
             delta["audio"] = self._audio(transcript=content)
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the choice that marks the end of the sound."""
+        """Return the choice that ends the sound; it contains `audio.expires_at`."""
         return [self._choice({"audio": {"expires_at": expiry()}}, self._samples)]
 
     def usage(self) -> Mapping[str, int]:
-        """Count codec frames."""
+        """Return the number of codec frames as `audio_tokens`."""
         return {"audio_tokens": self._frames}
 
     def _audio(self, **fields: str) -> dict[str, str]:
-        """Return a delta of the sound. Only the first one has the id: clients concatenate the strings of deltas."""
+        """Return an `audio` delta. Only the first delta has the id, because clients concatenate strings of deltas."""
         named = {} if self._audio_id is None else {"id": self._audio_id}
         self._audio_id = None
         return named | fields
@@ -104,14 +104,14 @@ class AudioStream(ModalityStream):
 
 
 class Audio(Modality):
-    """The modality."""
+    """The output modality audio."""
 
     name = AUDIO
     chunk = AudioChunk
     body_fields = (AUDIO, AUDIO_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[AudioEncoding, Mapping[str, Any]]:
-        """Return the encoding in `audio` and `audio_in_content`, and the request's field with the voice of `audio`."""
+        """Return the encoding that the body requests, and `audio.voice` as a field for the model."""
         audio = body.get(AUDIO)
         audio = {} if audio is None else audio
         if not isinstance(audio, dict):
@@ -126,7 +126,7 @@ class Audio(Modality):
         return AudioEncoding(format=name, in_content=in_content), fields
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: AudioEncoding, text: str) -> Assembled:
-        """Return the sound as a file with its transcript; an answer too short to be spoken keeps its text."""
+        """Return the sound as one file with its transcript; an answer without samples keeps its text as content."""
         if not chunks:
             return Assembled(keep_text=True)
         from openai.types.chat.chat_completion_audio import ChatCompletionAudio
@@ -144,11 +144,11 @@ class Audio(Modality):
         return Assembled(message=message, choice={"audio_metadata": facts}, usage=usage, keep_text=not len(samples))
 
     def stream(self, encoding: AudioEncoding) -> AudioStream:
-        """Begin one streamed answer."""
+        """Return the writer for one streamed answer."""
         return AudioStream(encoding)
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
-        """Return `audio`, `sample_rate`, `frames` and `note`."""
+        """Return `audio` (samples, or None if empty), `sample_rate`, `frames` and `note`; empty without chunks."""
         if not chunks:
             return {}
         last, samples = _joined(chunks)
@@ -156,7 +156,7 @@ class Audio(Modality):
         return {"audio": whole, "sample_rate": last.sample_rate, "frames": last.frames, "note": last.note}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record when sound arrived, and how long a live player had no sound to play."""
+        """Record the arrival times of sound, and the time in which a real-time player had no sound to play."""
         assert isinstance(chunk, AudioChunk)
         facts, samples = trace.facts, len(chunk.samples)
         if not facts:
@@ -180,34 +180,34 @@ class Audio(Modality):
 
 
 def new_audio_id() -> str:
-    """Return an id for one answer's sound."""
+    """Return a new id for the sound of one answer."""
     return f"audio-{uuid.uuid4().hex}"
 
 
 def expiry() -> int:
-    """Return the expiry time of a sound's id: now, because nothing is kept after the answer."""
+    """Return the expiry time of a sound's id in Unix seconds: now, because the server does not store answers."""
     return int(time.time())
 
 
 def metadata(sound_format: str, rate: int, samples: int, note: str | None = None) -> dict[str, Any]:
-    """Return `audio_metadata`, which describes the sound of the same choice."""
+    """Return the object `audio_metadata`, which describes the sound of the same choice."""
     facts = {"format": sound_format, "sample_rate_hz": rate, "frame_count": samples, "channels": CHANNELS}
     return facts if note is None else {**facts, "note": note}
 
 
 def frames_of(chunk: AudioChunk) -> int:
-    """Return the number of codec frames spoken up to the end of a chunk."""
+    """Return the number of codec frames from the start of the sound to the end of a chunk."""
     return 0 if chunk.frames is None else len(chunk.frames)
 
 
 def checked_voice(name: str, voice: Any) -> Any:
-    """Return the name of a voice; OpenAI's clients may also send an object with the id of a custom voice."""
+    """Return `voice`. Raises RequestError: it is not a text, e.g. the object that OpenAI uses for custom voices."""
     if voice is not None and not isinstance(voice, str):
         raise RequestError(f"{name}: must be the name of a voice; custom voices do not exist", parameter=name)
     return voice
 
 
 def _joined(chunks: Sequence[OutputChunk]) -> tuple[AudioChunk, np.ndarray[Any, Any]]:
-    """Return the last chunk, and the samples of all chunks."""
+    """Return (last chunk, samples of all chunks joined)."""
     pieces = [chunk for chunk in chunks if isinstance(chunk, AudioChunk)]
     return pieces[-1], np.concatenate([piece.samples for piece in pieces])

@@ -1,4 +1,4 @@
-"""Output chunks of flows, and the interface of modalities. Pure: no vLLM, no torch, no HTTP."""
+"""Base class of the output chunks that flows emit, and the interface of modalities. Imports no vLLM and no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TEXT, AUDIO, IMAGE = "text", "audio", "image"
 
 @dataclass(frozen=True, kw_only=True)
 class OutputChunk:
-    """A chunk of one output of an answer.
+    """A piece of an answer in one modality.
 
     Attributes:
-        modality: name of the modality; fixed by the class.
-        request_id: the caller's request id; set by the core.
+        modality: name of the modality; set by each subclass.
+        request_id: the caller's request id; set by the core, not by the flow.
         last: no chunk of this modality follows.
-        seconds: time that the stage spent on the output, by part, e.g. {"steps": 1.5}; for the metrics.
+        seconds: time that the stage spent on the output, by phase, e.g. {"steps": 1.5}; for the metrics.
     """
 
     modality: ClassVar[str]
@@ -39,13 +39,13 @@ class ProgressChunk(OutputChunk):
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """A modality's share of a whole answer of `/v1/chat/completions`.
+    """Entries that a modality adds to a whole answer of `/v1/chat/completions`.
 
     Attributes:
         message: merged into `choices[0].message`.
         choice: merged into `choices[0]`.
         usage: merged into `usage.completion_tokens_details`.
-        keep_text: the text stays in `message.content` in any case (the answer would otherwise be empty).
+        keep_text: keep the text in `message.content`, even if text was not requested: the answer would be empty.
     """
 
     message: Mapping[str, Any] = field(default_factory=dict)
@@ -55,20 +55,20 @@ class Assembled:
 
 
 class ModalityStream:
-    """One streamed answer of one modality. The default is an answer without chunks, which leaves the text as it is."""
+    """Writes one modality of one streamed answer. This base class writes nothing, and does not change the text."""
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
-        """Return the choices (objects with a `delta`) for one chunk; none if the chunk is held back.
+        """Return the choices (objects with a `delta`) for one chunk; empty if there is nothing to send yet.
 
-        Work that takes milliseconds (encoding a picture) belongs in a thread.
+        Work that takes milliseconds (e.g. to encode a picture) must run in a thread.
         """
         return []
 
     def text(self, delta: dict[str, Any]) -> None:
-        """Change a text delta in place, e.g. add a transcript."""
+        """Change a delta with text in place, e.g. add a transcript."""
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the choices after the last chunk."""
+        """Return the choices to send after the last chunk."""
         return []
 
     def usage(self) -> Mapping[str, int]:
@@ -77,13 +77,13 @@ class ModalityStream:
 
 
 class Modality:
-    """A kind of output. `modalities.registry` lists those of the core and of families.
+    """A kind of output. `modalities.registry` lists the modalities of the core and of model families.
 
-    The default has no fields in a body and adds nothing to an answer.
+    This base class reads no fields of a body, and adds nothing to an answer.
 
     Attributes:
         name: e.g. "audio".
-        chunk: the class of its chunks.
+        chunk: class of the modality's chunks.
         body_fields: names of the body fields that `read` reads, e.g. ("audio",).
     """
 
@@ -92,31 +92,31 @@ class Modality:
     body_fields: tuple[str, ...] = ()
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[Any, Mapping[str, Any]]:
-        """Read the modality's fields of a body.
+        """Read the modality's fields of a request body.
 
         Returns:
-            (encoding of answers, for `assemble` and `stream`; request fields inside the modality's own object, under
-            their name in the body, e.g. {"audio.voice": "ethan"})
+            (encoding, passed to `assemble` and `stream`; values of the model's fields inside the modality's object, by
+            their path in the body, e.g. {"audio.voice": "ethan"})
 
         Raises:
-            RequestError: a field is wrong; named by its path.
+            RequestError: a field is invalid; the error contains its path.
         """
         return None, {}
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
-        """Return the modality's share of a whole answer. `text` is the answer's text (e.g. the transcript)."""
+        """Return the modality's entries of a whole answer. `text` is the answer's text (e.g. the transcript)."""
         return Assembled()
 
     def stream(self, encoding: Any) -> ModalityStream:
-        """Begin one streamed answer."""
+        """Return the writer for one streamed answer."""
         return ModalityStream()
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
         """Return attributes of the `OmniRequestOutput` of `LLM.generate`, e.g. {"audio": ..., "sample_rate": ...}.
 
-        For a modality of a family, this is called for every output, also without any chunks.
+        For a modality of a model family, this is called for every output, even if `chunks` is empty.
         """
         return {}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record a chunk that goes to the client, `at` seconds after the request's arrival."""
+        """Record metrics of a chunk that is sent to the client `at` seconds after the request's arrival."""

@@ -1,4 +1,4 @@
-"""Chunks of the core's modalities. Pure except for numpy."""
+"""Output chunks of the core's modalities: text, audio and image. Imports only numpy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class TextChunk(OutputChunk):
     """Text that a stage other than the frontend generated.
 
     Attributes:
-        text: the new text since the last chunk.
-        tokens: number of new tokens.
+        text: the text since the preceding chunk.
+        tokens: number of tokens since the preceding chunk.
     """
 
     modality: ClassVar[str] = TEXT
@@ -31,8 +31,8 @@ class AudioChunk(OutputChunk):
     Attributes:
         samples: float32 [samples] in [-1, 1], mono; may be empty.
         sample_rate: Hz.
-        frames: all codec frames spoken so far, int64 [frames, code groups]; None if the model has no codec frames.
-        note: the reason for missing sound, else None.
+        frames: codec frames since the start of the sound, int64 [frames, code groups]; None: the model has none.
+        note: the reason for missing sound; None: no sound is missing.
     """
 
     modality: ClassVar[str] = AUDIO
@@ -49,9 +49,9 @@ class ImageChunk(OutputChunk):
     Attributes:
         pixels: uint8 [height, width, 3], RGB.
         index: number of the picture in the answer, from 0.
-        partial: a preview; the picture itself follows.
-        latent: float32, the model's latent of the picture, if requested.
-        seed: the seed with which the picture can be made again.
+        partial: the chunk is a preview, and the finished picture follows.
+        latent: the model's latent of the picture, float32; None if not requested.
+        seed: seed of the picture's generation, with which it can be reproduced.
     """
 
     modality: ClassVar[str] = IMAGE

@@ -1,4 +1,4 @@
-"""Pictures as an output: `images` of a chat message, PNG, JPEG and WebP files, and metrics of pictures."""
+"""The output modality image: writes pictures to chat answers as PNG, JPEG or WebP, and records their metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT, COMPRESSION = "format", "compression"
 BEST_QUALITY = 100
 
 IMAGE_IN_CONTENT = "image_in_content"
-"""Field that also requests pictures as parts of `message.content`, where clients of vllm-omni look for them."""
+"""Boolean request field: pictures are also sent as parts of `message.content`, where clients of vllm-omni read them."""
 
 TIME_TO_FIRST_IMAGE = histogram(
     "time_to_first_image_seconds", "Time from a request's arrival to its first finished picture."
@@ -34,7 +34,7 @@ METRICS = (TIME_TO_FIRST_IMAGE, IMAGES)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoding:
-    """The encoding of an answer's pictures: `quality` (0 to 100) of JPEG and WebP, `in_content` as for `Image.read`."""
+    """Encoding of an answer's pictures: `quality` (0 to 100) of JPEG and WebP; `in_content` is `IMAGE_IN_CONTENT`."""
 
     format: str = PNG
     quality: int = BEST_QUALITY
@@ -42,7 +42,7 @@ class ImageEncoding:
 
 
 def encode(pixels: np.ndarray[Any, Any], encoding: ImageEncoding) -> bytes:
-    """Return a picture, uint8 [height, width, 3] in RGB, as a file."""
+    """Return a picture, uint8 [height, width, 3] in RGB, as the bytes of an encoded file."""
     from PIL import Image as Pictures
 
     file = io.BytesIO()
@@ -52,12 +52,12 @@ def encode(pixels: np.ndarray[Any, Any], encoding: ImageEncoding) -> bytes:
 
 
 async def base64_of(pixels: np.ndarray[Any, Any], encoding: ImageEncoding) -> str:
-    """Return a picture as a file in base64; encoded in a thread, so that the event loop is not blocked."""
+    """Return an encoded picture as base64. A thread encodes it, so that the event loop is not blocked."""
     return await asyncio.to_thread(lambda: base64.b64encode(encode(pixels, encoding)).decode("ascii"))
 
 
 async def _part(chunk: ImageChunk, encoding: ImageEncoding) -> dict[str, Any]:
-    """Return the picture as a message part."""
+    """Return the picture as a content part of a message."""
     url = f"data:image/{encoding.format};base64,{await base64_of(chunk.pixels, encoding)}"
     part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}, "index": chunk.index}
     if chunk.seed is not None:
@@ -66,14 +66,14 @@ async def _part(chunk: ImageChunk, encoding: ImageEncoding) -> dict[str, Any]:
 
 
 class ImageStream(ModalityStream):
-    """The pictures of one streamed answer."""
+    """Writes the pictures of one streamed answer."""
 
     def __init__(self, encoding: ImageEncoding) -> None:
         self._encoding = encoding
         self._images = 0
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
-        """Return the choice with the picture; previews are marked."""
+        """Return a choice with the picture; previews have `partial` set."""
         assert isinstance(chunk, ImageChunk)
         part = await _part(chunk, self._encoding)
         if chunk.partial:
@@ -85,19 +85,19 @@ class ImageStream(ModalityStream):
         return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def usage(self) -> Mapping[str, int]:
-        """Count pictures."""
+        """Return the number of finished pictures as `images`."""
         return {"images": self._images}
 
 
 class Image(Modality):
-    """The modality."""
+    """The output modality image."""
 
     name = IMAGE
     chunk = ImageChunk
     body_fields = (IMAGE, IMAGE_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[ImageEncoding, Mapping[str, Any]]:
-        """Read `image` and `image_in_content`; other keys of `image` are request fields (e.g. a size)."""
+        """Return the encoding that the body requests, and the other keys of `image` (e.g. a size) for the model."""
         given = body.get(IMAGE)
         given = {} if given is None else given
         if not isinstance(given, dict):
@@ -109,7 +109,7 @@ class Image(Modality):
         return ImageEncoding(format=name, quality=quality, in_content=in_content), fields
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: ImageEncoding, text: str) -> Assembled:
-        """Return the pictures as `images` of the message; an answer without one keeps its text."""
+        """Return the pictures as `images` of the message; an answer without pictures keeps its text."""
         parts = [await _part(chunk, encoding) for chunk in finished(chunks)]
         message: dict[str, Any] = {"images": parts}
         if encoding.in_content and parts:
@@ -117,11 +117,11 @@ class Image(Modality):
         return Assembled(message=message, usage={"images": len(parts)}, keep_text=not parts)
 
     def stream(self, encoding: ImageEncoding) -> ImageStream:
-        """Begin one streamed answer."""
+        """Return the writer for one streamed answer."""
         return ImageStream(encoding)
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
-        """Return `images`, as PIL images, and `latents` if there are any."""
+        """Return `images`, a list of PIL images, and `latents`, a list that is empty if none were requested."""
         from PIL import Image as Pictures
 
         pictures = finished(chunks)
@@ -130,7 +130,7 @@ class Image(Modality):
         return {"images": images, "latents": latents}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record the times of pictures."""
+        """Record the arrival times and numbers of pictures and previews."""
         assert isinstance(chunk, ImageChunk)
         trace.times.append(at)
         kind = "previews" if chunk.partial else "images"
@@ -142,6 +142,6 @@ class Image(Modality):
 
 
 def finished(chunks: Sequence[OutputChunk]) -> list[ImageChunk]:
-    """Return the pictures among chunks, in order, without previews."""
+    """Return the finished pictures among the chunks, ordered by index."""
     found = [chunk for chunk in chunks if isinstance(chunk, ImageChunk) and not chunk.partial]
     return sorted(found, key=lambda chunk: chunk.index)

@@ -1,4 +1,4 @@
-"""The modalities of the core and of model families."""
+"""Lists the output modalities of the core and of model families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_omni_ext.plugins.spec import ModelFamily, resolve
 
 
 class Text(Modality):
-    """Text, which vLLM's server writes."""
+    """The output modality text, which vLLM's server writes to answers."""
 
     name = TEXT
     chunk = TextChunk
@@ -24,11 +24,11 @@ class Text(Modality):
 CORE: Mapping[str, Modality] = {each.name: each for each in (Text(), Audio(), Image())}
 
 METRICS = (*metrics.ALL, *audio.METRICS, *image.METRICS)
-"""Every metric of the core and its modalities."""
+"""All metrics of the core and its modalities."""
 
 
 def modalities_of(family: ModelFamily) -> Mapping[str, Modality]:
-    """Return all modalities that requests of a family can name, by name.
+    """Return, by name, the modalities that requests of a model family can select.
 
     Raises:
         ConfigError: two modalities have the same name.

@@ -1,5 +1,5 @@
-"""Encodes sound: float samples to 16-bit PCM, bare or with a WAV header, or to files of libsndfile (whole) and FFmpeg
-(streamed).
+"""Encodes float samples as 16-bit PCM, with or without a WAV header, or as other files: libsndfile encodes whole
+files, FFmpeg encodes streamed files.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 CHANNELS = 1
 SAMPLE_BYTES = 2
 UNKNOWN_SIZE = 0xFFFFFFFF
-"""Length in the header of a WAV file of unknown size; players then read to the end of the file."""
+"""Length in the header of a streamed WAV file; with this value, players read to the end of the file."""
 
 BASE64_GROUP = 6
-"""Bytes: three 2-byte samples, whose base64 needs no padding."""
+"""Bytes of three 16-bit samples, the least whole samples whose base64 needs no padding."""
 
 BIT_RATE = 64_000
-"""Bits a second of streamed mp3, opus and aac."""
+"""Bits per second of streamed mp3, opus and aac."""
 
 Samples = np.ndarray[Any, Any]
 
@@ -32,15 +32,15 @@ WAV, PCM, PCM16 = "wav", "pcm", "pcm16"
 
 @dataclass(frozen=True)
 class Encoding:
-    """An encoding of sound.
+    """A file type and codec of sound.
 
     Attributes:
         media_type: MIME type.
-        container: libsndfile's name of the file type; "" for bare samples and for files that FFmpeg writes whole too.
-        muxer: FFmpeg's name of the file type, for sound that is sent while it is made; "" for samples of 16 bits.
+        container: libsndfile's name of the file type; "": `SoundStream` encodes whole files too.
+        muxer: FFmpeg's name of the file type, for streamed sound; "": 16-bit samples, which need no encoder.
         codec: FFmpeg's name of the encoder.
         subtype: libsndfile's name of the sample format; None: the default of the file type.
-        options: options of the muxer; a stream cannot be changed at its end, and each packet is due at once.
+        options: options of the muxer, so that it writes each packet at once and never changes written bytes.
     """
 
     media_type: str
@@ -53,7 +53,7 @@ class Encoding:
 
 MP3_OPTIONS = {"write_xing": "0", "id3v2_version": "0"}
 OGG_OPTIONS = {"page_duration": "20000"}
-"""Microseconds; the default of 1 s would delay the first sound."""
+"""`page_duration` is in microseconds; its default of 1 s delays the first sound."""
 
 _WAV, _BARE = Encoding("audio/wav", "WAV"), Encoding("audio/pcm")
 _FILES = {
@@ -64,14 +64,14 @@ _FILES = {
 }
 
 CHAT_FORMATS: Mapping[str, Encoding] = {WAV: _WAV, PCM16: _BARE, **_FILES}
-"""Values of `audio.format` of a chat request."""
+"""Encodings by the value of `audio.format` in a chat request."""
 
 SPEECH_FORMATS: Mapping[str, Encoding] = {WAV: _WAV, PCM: _BARE, **_FILES}
-"""Values of `response_format` of a speech request."""
+"""Encodings by the value of `response_format` in a speech request."""
 
 
 class SoundStream:
-    """Encodes one sound while it is made; the concatenated results form one file."""
+    """Encodes one sound piece by piece; the concatenated results are one file."""
 
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
@@ -79,7 +79,7 @@ class SoundStream:
         self._file: _StreamedFile | None = None
 
     def write(self, samples: Samples, rate: int, *, last: bool) -> bytes:
-        """Encode float32 [samples] in [-1, 1] at `rate` Hz; return the bytes that are complete."""
+        """Encode float32 [samples] in [-1, 1] at `rate` Hz, and return the bytes that are complete."""
         data = pcm16(samples)
         if not self._encoding.muxer:
             if self._header_due:
@@ -90,14 +90,14 @@ class SoundStream:
         return self._file.write(np.frombuffer(data, "<i2"), last=last)
 
     async def write_aside(self, samples: Samples, rate: int, *, last: bool) -> bytes:
-        """Like `write`; an encoder runs in a thread."""
+        """Like `write`, but FFmpeg's encoders run in a thread."""
         if not self._encoding.muxer:
             return self.write(samples, rate, last=last)
         return await asyncio.to_thread(self.write, samples, rate, last=last)
 
 
 class _StreamedFile:
-    """A file that FFmpeg writes from its beginning to its end."""
+    """A file that FFmpeg encodes piece by piece."""
 
     def __init__(self, encoding: Encoding, rate: int) -> None:
         import av
@@ -112,7 +112,7 @@ class _StreamedFile:
         self._stream = stream
 
     def write(self, samples: Samples, *, last: bool) -> bytes:
-        """Encode int16 [samples]; return the bytes that are complete."""
+        """Encode int16 [samples], and return the bytes that are complete."""
         if len(samples):
             frame = self._frame.from_ndarray(samples[None], format="s16", layout="mono")
             frame.sample_rate, frame.pts = self._rate, self._written
@@ -128,19 +128,19 @@ class _StreamedFile:
 
 
 class _Appended:
-    """A file without positions, as FFmpeg's output."""
+    """Output file for FFmpeg that cannot seek: it only appends to a buffer."""
 
     def __init__(self, due: bytearray) -> None:
         self._due = due
 
     def write(self, data: bytes) -> int:
-        """Append."""
+        """Append `data` to the buffer."""
         self._due += data
         return len(data)
 
 
 def encode(samples: Samples, rate: int, encoding: Encoding) -> bytes:
-    """Return a complete file (or bare samples), mono; every format is encoded from the same 16-bit samples."""
+    """Return a complete mono file, or PCM bytes without header; all formats encode the same 16-bit samples."""
     if not encoding.container:
         return SoundStream(encoding).write(samples, rate, last=True)
     import soundfile
@@ -151,15 +151,14 @@ def encode(samples: Samples, rate: int, encoding: Encoding) -> bytes:
 
 
 async def encode_aside(samples: Samples, rate: int, encoding: Encoding) -> bytes:
-    """Like `encode`, in a thread."""
+    """Like `encode`, but in a thread, for callers in an event loop."""
     return await asyncio.to_thread(encode, samples, rate, encoding)
 
 
 def pcm16(samples: Samples) -> bytes:
-    """Convert float32 [samples] in [-1, 1] to little-endian 16-bit samples as libsndfile does; louder samples are
-    clipped.
+    """Convert float32 [samples] to little-endian 16-bit samples as libsndfile does; values outside [-1, 1] are clipped.
 
-    Does not need libsndfile, so that bare samples can be streamed where only vLLM is installed.
+    Does not need libsndfile, so PCM can be streamed where only vLLM is installed.
     """
     scaled = np.clip(np.asarray(samples, np.float32), -1, 1)
     # libsndfile rounds to 32 bits, then truncates.
@@ -169,7 +168,7 @@ def pcm16(samples: Samples) -> bytes:
 
 
 def wav_stream_header(rate: int) -> bytes:
-    """Return the header of a WAV file of unknown length; `pcm16` samples follow it."""
+    """Return the header of a WAV file of unknown length, before the bytes of `pcm16`."""
     block = CHANNELS * SAMPLE_BYTES
     layout = struct.pack("<IHHIIHH", 16, 1, CHANNELS, rate, rate * block, block, 8 * SAMPLE_BYTES)
     size = struct.pack("<I", UNKNOWN_SIZE)
@@ -179,15 +178,15 @@ def wav_stream_header(rate: int) -> bytes:
 class Base64Pieces:
     """Incremental base64 encoder for sound.
 
-    The concatenated pieces are the base64 of the whole, and each piece contains whole samples; bytes that do not fill a
-    group of `BASE64_GROUP` bytes wait for the next piece.
+    The concatenated pieces are the base64 of the whole sound, and each piece contains whole samples. Bytes that do not
+    fill a group of `BASE64_GROUP` bytes are added to the next piece.
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
     def write(self, data: bytes, *, last: bool = False) -> str:
-        """Add bytes; return the base64 text that is complete ("" if none is)."""
+        """Add bytes, and return the base64 text of the complete groups ("" if there are none)."""
         data = self._rest + data
         due = len(data) if last else len(data) // BASE64_GROUP * BASE64_GROUP
         self._rest = data[due:]

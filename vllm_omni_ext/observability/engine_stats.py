@@ -1,4 +1,4 @@
-"""vLLM's own statistics, `vllm:*`, for the replicas of every stage."""
+"""Exports vLLM's own metrics, `vllm:*`, for the replicas of all stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ENGINE = "engine"
 
 
 class EngineNumbers:
-    """The number of each replica that a deployment has or may get, for the label `engine` of vLLM's metrics.
+    """Numbers of all replicas, also of replicas that may join later, for the label `engine` of vLLM's metrics.
 
-    A number follows from the plan and the replica's name alone, so all API servers use the same numbers. The planned
-    replicas come first, the frontend's before the others' as in vLLM; then those that may join, one of each stage in
-    turn.
+    The numbers depend only on the plan and the replica's name, so all API servers use the same numbers. The planned
+    replicas have the first numbers, with the frontend's before the others' as in vLLM. The replicas that join have the
+    following numbers, in rounds of one number for each stage.
     """
 
     def __init__(self, frontend: str, stages: Sequence[str], planned: Sequence[ReplicaId]) -> None:
@@ -42,16 +42,16 @@ class EngineNumbers:
 
 
 class ReplicaLabels:
-    """The metrics of a collector; those of vLLM with the label `engine` also have `stage` and `replica`.
+    """Collector that adds the labels `stage` and `replica` to vLLM's metrics with the label `engine`.
 
-    `REPLICA_INFO` among the metrics has the replica of each `engine`. A `stage` of vLLM's own stays.
+    The metric `REPLICA_INFO` maps each `engine` to its replica. If vLLM has set a label `stage`, it is not changed.
     """
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics, as prometheus_client's collectors do."""
+        """Yield the metrics of the wrapped collector with the added labels."""
         families = list(self._collector.collect())
         infos = (
             sample.labels for family in families if family.name == REPLICA_INFO.full_name for sample in family.samples
@@ -67,17 +67,17 @@ class ReplicaLabels:
 
 
 class ReplicaStats:
-    """vLLM's logger managers for all replicas, in the place of the one that `AsyncLLM` makes.
+    """Records vLLM's statistics of all replicas; replaces the `StatLoggerManager` that `AsyncLLM` creates.
 
-    One manager has the planned replicas. Each replica that joins later gets a manager of its own; its loggers replace
-    earlier ones in the process's registry, but not in the files that API servers share.
+    One StatLoggerManager serves the planned replicas, and one each replica that joins later. The loggers of a later one
+    replace the earlier ones in the process's registry, but not in the metric files that API servers share.
 
     Args:
         config: the frontend's config, which names the model.
-        replicas: config of each replica that is connected.
+        replicas: configs of the connected replicas.
         planned: the replicas of the plan, connected or not.
-        replaces: whether this API server replaces one that has died. Then it does not set all replicas to awake at its
-            start, as vLLM does: the shared values that the others wrote last stay.
+        replaces: whether this API server replaces an ended one. If so, it does not set all replicas to awake at its
+            start as vLLM does, because the values that the other API servers wrote last are valid.
     """
 
     def __init__(
@@ -112,26 +112,26 @@ class ReplicaStats:
         return manager
 
     def add(self, replica: ReplicaId, config: VllmConfig) -> None:
-        """Make the series of a replica that is connected, unless they exist."""
+        """Create the time series of a connected replica, unless they exist; set the labels of its cache config."""
         number = self._numbers.of(replica)
         if number not in self._managers:
             self._managers[number] = self._manager([number])
         facts = {**config.cache_config.metrics_info(), ENGINE: str(number)}
         if (before := self._cache_info.get(number)) is not None:
-            before.set(0)  # it may have come back with another cache
-        if self._cache_metric is None:  # vLLM makes it for one config; here, each replica has its own
+            before.set(0)  # a restarted replica may have another cache config
+        if self._cache_metric is None:  # vLLM's logger supports one config; replicas differ
             name, text = "vllm:cache_config_info", "Information of the LLMEngine CacheConfig"
             self._cache_metric = Gauge(name, text, list(facts), multiprocess_mode="mostrecent")
         self._cache_info[number] = self._cache_metric.labels(**facts)
         self._cache_info[number].set(1)
 
     def joined(self, replica: ReplicaId, config: VllmConfig) -> None:
-        """A replica's process is new, and so awake, even if an earlier one of its name was asleep."""
+        """Add a connected replica, and set it to awake: its process is new, and a former process may have slept."""
         self.add(replica, config)
         self.note_sleep([replica], None)
 
     def lost(self, replica: ReplicaId) -> None:
-        """A replica's connection is closed: nothing runs or waits there. Its totals stay."""
+        """Set the running and waiting requests of a disconnected replica to 0. Its counters do not change."""
         self.record(SchedulerStats(), None, engine_idx=self._numbers.of(replica))
 
     def record(
@@ -141,16 +141,16 @@ class ReplicaStats:
         mm_cache_stats: Any = None,
         engine_idx: int | None = None,
     ) -> None:
-        """Record a step of the engine with this number."""
+        """Record the statistics of one step of the engine with the number `engine_idx`."""
         self._managers[engine_idx or 0].record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Record that all engines sleep, or are awake."""
+        """Set the sleep state of all engines."""
         for manager in dict.fromkeys(self._managers.values()):
             manager.record_sleep_state(sleep, level)
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Record that vLLM's limit of queued requests has refused a request."""
+        """Count a request that was refused by vLLM's limit of queued requests."""
         self._managers[0].record_admission_rejection(reason)
 
     def log(self) -> None:
@@ -159,7 +159,7 @@ class ReplicaStats:
             manager.log()
 
     def note_sleep(self, replicas: Iterable[ReplicaId], level: int | None) -> None:
-        """Set vLLM's sleep gauges of replicas to a level, None for awake; vLLM only sets those of all engines."""
+        """Set vLLM's sleep gauges of single replicas to a level (None: awake); vLLM only sets those of all engines."""
         states = {"awake": level is None, "weights_offloaded": level == 1, "discard_all": level == 2}
         for number in map(self._numbers.of, replicas):
             for logger in self._managers[number].stat_loggers:
@@ -168,10 +168,9 @@ class ReplicaStats:
 
 
 class ReplicaLogger(PrometheusStatLogger):
-    """vLLM's logger for replicas whose states several API servers write.
+    """vLLM's Prometheus logger, adapted to gauges that several API servers write.
 
-    For `StepTokens`, only values that a step has changed are written. Unchanged values, or zero added, would show the
-    same, but take time in every step.
+    For `StepTokens`, only values that a step has changed are written, because each write takes time in every step.
     """
 
     _gauge_cls = StepGauge
@@ -190,7 +189,7 @@ class ReplicaLogger(PrometheusStatLogger):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Record a step."""
+        """Record the statistics of one step."""
         if not isinstance(iteration_stats, StepTokens):
             self._shown.reset(engine_idx)
             self._record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
@@ -213,16 +212,16 @@ class ReplicaLogger(PrometheusStatLogger):
         return self._shown.due(number, state, busy=stats.num_running_reqs > 0)
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Record that all engines sleep, or are awake."""
+        """Set the sleep state of all engines, unless this API server replaces an ended one and is starting."""
         if self.stats.sets_sleep:
             super().record_sleep_state(sleep, level)
 
     def log_engine_initialized(self) -> None:
-        """Does nothing: each replica has a cache config of its own, see `ReplicaStats.add`."""
+        """Do nothing: `ReplicaStats.add` writes the cache config of each replica."""
 
 
 class NoSeries(PrometheusStatLogger):
-    """Replaces the logger that `AsyncLLM` makes, whose values would stay in the shared files."""
+    """Logger without time series. Replaces `AsyncLLM`'s logger, whose values would stay in the shared metric files."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         pass
@@ -232,7 +231,7 @@ class NoSeries(PrometheusStatLogger):
 
 
 def adds_to_counters(stats: SchedulerStats) -> bool:
-    """Return whether vLLM's logger adds a scheduler's statistics to counters, or shows adapters' names."""
+    """Return whether the statistics change counters of vLLM's logger, or contain names of LoRA adapters."""
     cache = stats.prefix_cache_stats
     return bool(
         stats.connector_prefix_cache_stats or stats.spec_decoding_stats or stats.kv_connector_stats
@@ -242,9 +241,9 @@ def adds_to_counters(stats: SchedulerStats) -> bool:
 
 
 class StepTokens(IterationStats):
-    """Statistics of a step that hold only `num_generation_tokens`.
+    """Statistics of a step with only `num_generation_tokens`; all other fields have vLLM's initial values.
 
-    vLLM's constructor makes eight objects, which are not read in most steps. They are made on the first access.
+    vLLM's constructor creates eight objects that most steps do not read. Here the first access creates them.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -259,5 +258,5 @@ class StepTokens(IterationStats):
 
 
 def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
-    """Statistics of one step of a stage without vLLM's output processor: its tokens (for a codec stage, frames)."""
+    """Return the number of tokens (for a codec stage: frames) of one step, for stages without an output processor."""
     return StepTokens(sum(len(output.new_token_ids) for output in outputs.outputs))

@@ -1,4 +1,4 @@
-"""Records events of requests and replicas: Prometheus metrics, OpenTelemetry spans, and `metrics` of responses."""
+"""Records events of requests and replicas as Prometheus metrics, OpenTelemetry spans, and `metrics` of responses."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ GONE_WITH_REPLICA = (
     m.REPLICA_IN_FLIGHT,
     m.REPLICA_HEARTBEAT,
 )
-"""Metrics of a replica that exist as long as its name is known. Its totals stay: sums over replicas never go back."""
+"""Metrics that are removed together with a replica. Counters are not removed: sums over replicas must not decrease."""
 
 ID_BYTES = 4
-"""Bytes that one token or codec id counts in transfers between stages."""
+"""Bytes that are counted for one token id or codec id in a transfer between stages."""
 
 KV_FAILURE_COLUMNS = {"send": "num_failed_transfers", "receive": "num_failed_recvs", "expired": "num_kv_expired_reqs"}
-"""Kinds of failures in `KV_FAILURES`, and the names of vLLM's connector counters for them."""
+"""vLLM's counter of a KV connector by the kind of failure in the metric `KV_FAILURES`."""
 
 NS = 1_000_000_000
 
 
 class Observer(RequestObserver):
-    """One per API server.
+    """Records the events of one API server.
 
     Args:
         frontend: name of the stage whose tokens are vLLM's text output.
-        replicas: all replicas; they must be up.
+        replicas: the replicas that are up at the start.
         alone: no other API server sets the same gauges.
         spans: emit OpenTelemetry spans.
-        clock: monotonic clock, seconds.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class Observer(RequestObserver):
         self._spans = spans
         self._clock = clock
         self.loads: dict[ReplicaId, tuple[int, int]] = {}
-        """Running and waiting requests of each replica that is known."""
+        """(running requests, waiting requests) by replica."""
         self._restarts: dict[ReplicaId, int] = {}
         for replica in replicas:
             self.replica_up(replica)
-            self.waiting(replica.stage, 0)  # makes the metric exist before a request waits
+            self.waiting(replica.stage, 0)  # creates the time series before a request waits
 
     @classmethod
     def unseen(cls, frontend: str, replicas: Iterable[ReplicaId]) -> Observer:
-        """An observer whose metrics are not exported."""
+        """Return an observer whose metrics are not exported."""
         return cls(Metrics("", CollectorRegistry()), frontend=frontend, replicas=replicas)
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics that it writes, for metrics of other parts of the API server."""
+        """The metrics that this observer writes; other classes of the API server add theirs."""
         return self._metrics
 
     # -- replicas -----------------------------------------------------------------------------------------------
@@ -91,46 +91,46 @@ class Observer(RequestObserver):
         return self._metrics.of(metric, replica.stage, str(replica), *more)
 
     def replica_up(self, replica: ReplicaId) -> None:
-        """Record that a replica takes requests."""
+        """Record that a replica is up and can receive requests."""
         self._of(m.REPLICA_UP, replica).set(1)
         self._of(m.REPLICA_IN_FLIGHT, replica)
         self.loaded(replica, SchedulerStats())
 
     def replica_down(self, replica: ReplicaId) -> None:
-        """Record that a replica is lost."""
+        """Record that a replica is down: it has no requests any more."""
         self._of(m.REPLICA_UP, replica).set(0)
         self.loaded(replica, SchedulerStats())
         self.bound(replica, 0)
 
     def continue_restarts(self) -> None:
-        """Continue the counts of restarts of the API server that this one replaces."""
+        """Read the restart counts that the replaced API server has written to the shared metric files."""
         counts = self._metrics.shared_counts(m.REPLICA_RESTARTS)
         self._restarts = {ReplicaId.parse(replica): int(count) for (_, replica), count in counts.items()}
 
     def restarted(self, replica: ReplicaId, total: int) -> None:
-        """Raise the count of a replica's restarts to `total`; one API server counts them, as counters are summed."""
+        """Increase a replica's restart counter to `total`. Only one API server calls this: counters are summed."""
         counted = self._restarts.get(replica, 0)
         self._restarts[replica] = max(counted, total)
         self._of(m.REPLICA_RESTARTS, replica).inc(self._restarts[replica] - counted)
 
     def heartbeat(self, replica: ReplicaId) -> None:
-        """Record a heartbeat of a replica."""
+        """Set the time of a replica's last heartbeat to now."""
         self._of(m.REPLICA_HEARTBEAT, replica).set(time.time())
 
     def viewed(self, age_s: float) -> None:
-        """Record that the coordinator's latest view is `age_s` seconds old."""
+        """Record the age, in seconds, of the latest view (states of all replicas) from the coordinator."""
         self._metrics.of(m.COORDINATOR_VIEW).set(time.time() - age_s)
 
     def name_engine(self, number: int, replica: ReplicaId) -> None:
-        """Record the replica that a value of the label `engine` means."""
+        """Write `REPLICA_INFO`, which maps the value `number` of the label `engine` to a replica."""
         self._metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)
 
     def decided(self, replica: ReplicaId, why: Why) -> None:
-        """Count a routing decision."""
+        """Count a routing decision for a replica, by its reason."""
         self._of(m.ROUTING_DECISIONS, replica, why).inc()
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """A replica's name is free: its present state is removed, or overwritten where several processes share it."""
+        """Remove the metrics of a removed replica; overwrite values in files that several processes share."""
         if replica in self.loads:
             self.replica_down(replica)
         self._of(m.REPLICA_HEARTBEAT, replica).set(math.nan)
@@ -140,7 +140,7 @@ class Observer(RequestObserver):
         self.loads.pop(replica, None)
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
-        """Record the statistics of a replica's scheduler after a step; `step_counter` is its time (`ReplicaAgent`)."""
+        """Record a replica's scheduler statistics after a step. `step_counter` is the step's time (`ReplicaAgent`)."""
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loads[replica] = load
         if self._shown.due(replica, load, busy=load[0] > 0):
@@ -151,7 +151,7 @@ class Observer(RequestObserver):
             self._transferred(replica, stats.kv_connector_stats)
 
     def _transferred(self, replica: ReplicaId, columns: Mapping[str, Any]) -> None:
-        """Record a connector's counters since the last call: lists with an entry per transfer or failure."""
+        """Record a KV connector's transfers and failures since the last call; each list has one entry per event."""
         self._of(m.KV_BYTES, replica).inc(sum(columns.get("bytes_transferred", ())))
         for seconds in columns.get("transfer_duration", ()):
             self._metrics.of(m.KV_TRANSFER, replica.stage).observe(seconds)
@@ -160,7 +160,7 @@ class Observer(RequestObserver):
                 self._of(m.KV_FAILURES, replica, kind).inc(failures)
 
     def bound(self, replica: ReplicaId, requests: int) -> None:
-        """Record how many requests of this API server are open in a replica."""
+        """Record the number of requests of this API server that are open in a replica."""
         self._of(m.REPLICA_IN_FLIGHT, replica).set(requests)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Observer(RequestObserver):
         if isinstance(chunk, ProgressChunk):
             steps = chunk.done - trace.steps.get(chunk.stage, 0)
             trace.steps[chunk.stage] = chunk.done
-            if steps > 0:  # fewer than before: the stage was lost, and starts over
+            if steps > 0:  # negative: another replica has restarted the stage's work
                 self._metrics.of(m.STAGE_STEPS, chunk.stage).inc(steps)
         elif (modality := self._modalities.get(chunk.modality)) is not None:
             output = trace.outputs.get(chunk.modality)
@@ -230,7 +230,7 @@ class Observer(RequestObserver):
             self.ended(trace, "failed")
 
     def refused(self, error: BaseException, stage: str = "") -> None:
-        """Count an error, also one of a request that was never opened."""
+        """Count an error, including errors of requests that were refused before they were opened."""
         self._metrics.of(m.ERRORS, type(error).__name__, stage).inc()
 
     def ended(self, trace: RequestTrace | None, outcome: Outcome) -> None:
@@ -245,7 +245,7 @@ class Observer(RequestObserver):
             self._emit_spans(trace)
 
     def _emit_spans(self, trace: RequestTrace) -> None:
-        """Emit a span for each stage but the frontend, which vLLM's own `llm_request` covers."""
+        """Emit a span for each stage except the frontend, for which vLLM emits the span `llm_request`."""
         context = extract_trace_context(trace.trace_headers)
         for stage, timing in trace.stages.items():
             if stage != self._frontend and timing.last is not None:
@@ -290,7 +290,7 @@ def _attributes(trace: RequestTrace, stage: str, timing: StageTiming) -> dict[st
 
 
 def payload_bytes(payload: Any) -> int:
-    """Size of a stage transfer in bytes: tensors and bytes as they are, 4 bytes per id, nothing for flags and names."""
+    """Return the bytes of a transfer between stages: the size of tensors and bytes, 4 per id, 0 for flags and names."""
     match payload:
         case bool() | str() | None:
             return 0

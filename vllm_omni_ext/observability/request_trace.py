@@ -1,4 +1,4 @@
-"""Times and sizes of one request in each stage. Times are seconds since its arrival unless stated otherwise. Pure."""
+"""Times and transfer sizes of one request in each stage. Times are seconds since its arrival unless stated else."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Outcome = Literal["finished", "failed", "aborted"]
 
 @dataclass(slots=True)
 class StageTiming:
-    """One request in one stage.
+    """Times of one request in one stage.
 
     Attributes:
-        sent: when the stage was sent the request.
-        waited: how long its engine queued the request before it was first scheduled; None until known.
-        first, last: times of the first and the latest output.
+        sent: time at which the request was sent to the stage.
+        waited: seconds in the engine's queue before the request was first scheduled; None before the first output.
+        first, last: times of the first and the latest output; None before the first output.
         tokens: number of generated tokens (for a codec stage: frames, and the end mark).
     """
 
@@ -32,7 +32,7 @@ class StageTiming:
 
 @dataclass(slots=True)
 class HandOver:
-    """Data sent over one edge. `size` in bytes; a token id counts 4."""
+    """Data that one request has sent over one edge between stages. `size` is in bytes; a token id counts 4."""
 
     first: float
     last: float = 0.0
@@ -42,12 +42,12 @@ class HandOver:
 
 @dataclass(slots=True)
 class OutputTrace:
-    """One output of a request (e.g. its audio), as its modality records it.
+    """Times and sums of one output of a request (e.g. its audio), recorded by its modality.
 
     Attributes:
-        stage: the stage that produced it.
-        times: arrival times of its chunks.
-        facts: values over all chunks, by name; for `metrics` of a response and for spans.
+        stage: the stage that produced the output.
+        times: arrival times of the output's chunks.
+        facts: sums over all chunks, by name, e.g. "samples"; for `metrics` of a response and for spans.
     """
 
     stage: str
@@ -57,14 +57,14 @@ class OutputTrace:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Everything recorded about one request.
+    """All recorded times and sizes of one request.
 
     Attributes:
-        request_id: the client's id.
+        request_id: the id of the request at the client's API.
         started: monotonic clock at arrival, seconds.
         arrival: Unix time at arrival, seconds.
         outputs: outputs with at least one chunk, by modality.
-        steps: number of steps that each stage has reported as done.
+        steps: number of steps that each stage has completed, from its progress chunks.
         outcome: None while the request runs.
     """
 
@@ -81,12 +81,12 @@ class RequestTrace:
 
     @property
     def requested(self) -> str:
-        """The requested modalities as one label."""
+        """The requested modalities as one label value, e.g. "text+audio"."""
         return "+".join(self.modalities)
 
 
 def as_metrics(record: RequestTrace) -> dict[str, Any]:
-    """Return the `metrics` object of a response."""
+    """Return the `metrics` object of a response: the times in each stage, the transfers, and the outputs."""
     stages = {
         stage: {
             "replica": str(timing.replica),
