@@ -1,4 +1,4 @@
-"""The command line of `vllm serve MODEL --omni`: vLLM's own parser plus one group of flags."""
+"""Parses the command line of `vllm serve MODEL --omni` with vLLM's parser and an additional group of flags."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from vllm_omni_ext.vllm_hooks import VLLM_SUBCMD_PARSER_EPILOG
 GROUP = "OmniConfig"
 
 EXPLICIT = "omni_explicit"
-"""Attribute of the parsed arguments: the set of arguments that the user gave on the command line or in `--config`."""
+"""Attribute of the parsed arguments: the names of the arguments that are set on the command line or in `--config`."""
 
 FLAGS: Mapping[str, str] = {
     "--async-chunk" if key == "async_chunk" else "--omni-" + re.sub("_(s|mib)$", "", key).replace("_", "-"): key
     for key, (_, about) in SETTINGS.items()
     if about.metavar is not None
 }
-"""Flags that set a key of the configuration: named as the key, without its group and its unit."""
+"""Key of the configuration by the flag that sets the key. The flag's name is the key without its group and unit."""
 
 _TYPES: Mapping[str | None, Any] = {"SECONDS": float, "MIB": int, "N": int, "PORT": int}
-"""Types of flags by their metavar; the others are texts."""
+"""Types of flags by their metavar. Flags with another metavar have the type str."""
 
 _SHORT = {"--omni-master-address": ["-oma"], "--omni-master-port": ["-omp"]}
 
 KEYS = {flag[2:].replace("-", "_"): key for flag, key in FLAGS.items()} | {"api_servers": "api_servers"}
-"""Argument -> the key of the configuration that it sets."""
+"""Key of the configuration by the name of the argument that sets the key."""
 
 
 class _Parser(FlexibleArgumentParser):
-    """vLLM's parser, which also names the closest flag of `known` for one that does not exist."""
+    """vLLM's parser. Its error about an unknown flag also suggests the most similar flag in `known`."""
 
     known: Collection[str] = ()
 
     def error(self, message: str) -> Any:
-        """End the program with the message, one line below the usage."""
+        """Print the usage and the message, and exit."""
         if message.startswith("unrecognized arguments:"):
             given = [word.partition("=")[0].replace("_", "-") for word in message.split() if word.startswith("--")]
             near = [match for name in given for match in difflib.get_close_matches(name, self.known, n=1, cutoff=0.75)]
@@ -54,10 +54,10 @@ class _Parser(FlexibleArgumentParser):
 
 
 class OmniServe(ServeSubcommand):
-    """`vllm serve` with the flags of this package; every stock flag keeps its meaning, for the frontend."""
+    """`vllm serve` with the flags of this package. vLLM's flags apply to the frontend (the stage that writes text)."""
 
     def subparser_init(self, subparsers: argparse._SubParsersAction) -> FlexibleArgumentParser:
-        """Build the stock parser and add the group."""
+        """Return vLLM's parser of `serve` with the group of our flags."""
         parser = super().subparser_init(subparsers)
         for action in parser._actions:
             if action.dest == "api_server_count":
@@ -67,10 +67,10 @@ class OmniServe(ServeSubcommand):
 
 
 def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse `serve MODEL ...` (the word `serve` may be left out) as vLLM's own `main` does.
+    """Parse `serve MODEL ...` (the word `serve` can be omitted) as vLLM's own `main` does.
 
-    The result also has `omni_explicit`: the names of the arguments that the user gave. A second parse without defaults
-    finds them, so that a flag written with its default value counts as given.
+    The result also has `omni_explicit`, the names of the arguments that the user has set. A second parse without
+    defaults finds them, so a flag that is set to its default value is included.
     """
     words = list(argv) if argv[:1] == ["serve"] else ["serve", *argv]
     parser = _Parser(description="vLLM CLI", epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd="[subcommand]"))
@@ -126,7 +126,7 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
 
 
 def _add_members(group: argparse._ArgumentGroup) -> None:
-    """Flags about replicas on several hosts; `--headless` itself is vLLM's."""
+    """Add the flags for replicas on several hosts. The flag `--headless` is vLLM's."""
     group.add_argument(
         "--stage",
         metavar="NAME",
@@ -171,17 +171,17 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
     **{name: (frozenset({harmless}), _REPLICAS) for name, harmless in DATA_PARALLEL.items()},
     "enable_fault_tolerance": (frozenset({False}), "a lost replica is handled by its pool; remove it"),
 }
-"""Stock flags without a meaning with `--omni`: the accepted values, which change nothing, and the error."""
+"""vLLM's flags that are refused with `--omni`: (values that are accepted, since they have no effect; error text)."""
 
 _HEADLESS_SERVERS = (None, 0, 1)
-"""Values of `--api-server-count` accepted with `--headless`: vLLM's own 0, and this package's default."""
+"""Values of `--api-server-count` that are accepted with `--headless`: unset, vLLM's 0, and this package's default."""
 
 
 def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: str) -> None:
-    """Refuse given flags that cannot work.
+    """Refuse vLLM's flags in `REFUSED`, and `--api-server-count` with `--headless`.
 
     Raises:
-        ConfigError: the message starts with the flag and its value.
+        ConfigError: a flag in `given` is refused; the message starts with the flag and its value.
     """
     names = REFUSED.keys() & set(given)
     if args.headless and args.api_server_count not in _HEADLESS_SERVERS:

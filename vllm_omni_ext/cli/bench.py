@@ -1,6 +1,6 @@
-"""`vllm-omni-ext bench ...` is `vllm bench`, and also starts with a CUDA build of vLLM on a machine without a GPU.
+"""`vllm-omni-ext bench ...` runs `vllm bench`, also if vLLM is built for CUDA and the machine has no GPU.
 
-`vllm-omni-ext bench speech` is our own, and does not import vLLM.
+`vllm-omni-ext bench speech` is a benchmark of this package, and does not import vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SPEECH = "speech"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Pass the arguments to vLLM's benchmark command, or to `bench speech`."""
+    """Run `bench speech`, or vLLM's benchmark command with these arguments; return the exit status."""
     if argv[:1] == [SPEECH]:
         from vllm_omni_ext.cli import bench_speech
 

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext bench speech`: spoken answers of a server under load, as its listeners get them."""
+"""`vllm-omni-ext bench speech`: measures the times of a server's spoken answers under load, at the client."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that the API does not have."""
+    """Raise ConfigError if an option does not apply to the selected API, or the output file cannot be written."""
     check_output("--json", args.json)
     realtime = args.api == "realtime"
     refused = {
@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 async def _run(args: argparse.Namespace) -> list[Answer]:
-    """Warm up and measure; return the answers."""
+    """Send the warm-up requests, then the measured requests; return the answers to the measured requests."""
     clock = time.perf_counter
     async with connections(os.environ.get("OPENAI_API_KEY")) as session:
         args.model = args.model or await only_model(session, args.url)
@@ -152,7 +152,7 @@ def _api(args: argparse.Namespace, clock: Clock) -> Api:
 
 
 def _input_audio(file: Path) -> tuple[str, str]:
-    """Return the file as base64, and its format by its suffix."""
+    """Return (contents of the file as base64, format from its suffix)."""
     try:
         return base64.b64encode(file.read_bytes()).decode("ascii"), file.suffix.removeprefix(".").lower()
     except OSError as err:

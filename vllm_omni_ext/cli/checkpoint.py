@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint's tensors, read from the headers of its safetensors files without reading the tensors."""
+"""Reads the sizes of a checkpoint's tensors from the headers of its safetensors files, without loading the tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header, a JSON object, as an integer of this many bytes."""
+"""Size of the integer at the beginning of a safetensors file, which is the length of the file's JSON header."""
 
 _LONGEST_HEADER = 100_000_000
-"""The format's own limit, in bytes."""
+"""Limit of a header's bytes in the safetensors format."""
 
 
 def checkpoint_folder(model: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
-    """Folder of a model's files on this machine; None if they have not been downloaded."""
+    """Return the folder of a model's files on this machine; None if they have not been downloaded."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -39,13 +39,13 @@ def checkpoint_folder(model: str, revision: str | None = None, download_dir: str
 
 
 def stored_tensors(folder: Path | None) -> StoredTensors | None:
-    """Dtype, elements and bytes of every tensor.
+    """Return (dtype, number of elements, number of bytes) of every tensor, by name.
 
     Returns:
-        None if the checkpoint has no safetensors files, or files that its index names are missing.
+        None if the checkpoint has no safetensors files, or if files in its index are missing.
 
     Raises:
-        ConfigError: a file is no valid safetensors file or index.
+        ConfigError: a file is not a valid safetensors file or index.
     """
     if folder is None:
         return None

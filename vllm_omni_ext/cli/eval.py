@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[str]]:
-    """Return the servers by name; entering one gives its URL."""
+    """Return a context manager for each server, by name. Entering it starts the server if needed, and gives its URL."""
     if bool(args.topology) and not args.serve:
         raise ConfigError("--topology: starts servers; name the model with --serve MODEL")
     if args.serve and args.url:
@@ -86,7 +86,7 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
 
 
 def _named(url: str) -> tuple[str, str]:
-    """Split NAME=URL; a URL without a name is its own. `/v1` at the end may be left out."""
+    """Return (name, URL with `/v1`) of NAME=URL. Without NAME, the URL is the name."""
     name, separator, rest = url.partition("=")
     if not separator or "://" in name:
         name = rest = url
@@ -116,7 +116,7 @@ def _run(name: str, url: str, suite: Suite, listen: Recogniser | None, args: arg
 
 
 def scored(suite: Suite, item: Item, answer: Answer, listen: Recogniser | None) -> Scored:
-    """Return an answer's score; 0 if there is none."""
+    """Return the score of an answer; 0 with an error if the answer or its sound is missing."""
     sound = hashlib.sha256(answer.sound).hexdigest() if answer.sound else None
     if answer.error is not None:
         return Scored(item.id, 0.0, error=answer.error)

@@ -1,4 +1,4 @@
-"""The two entry points: the `vllm-omni-ext` command, and `vllm ... --omni`. Each imports only its own modules."""
+"""Entry points of `vllm-omni-ext` and of `vllm ... --omni`. They import only the modules of the selected command."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OMNI_FLAG = "--omni"
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """A subcommand of `vllm-omni-ext`.
 
     Attributes:
-        module: its `main(argv) -> int` runs the command.
-        help: its line in the help text.
+        module: module whose `main(argv) -> int` runs the command.
+        help: line of the command in the help text.
         checks_vllm: refuse to run with an untested version of vLLM.
-        extra: extra of the package with further requirements.
+        extra: the package's extra that contains further requirements of the command.
     """
 
     module: str
@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `vllm-omni-ext`; returns the exit status."""
+    """Run the command `vllm-omni-ext`, and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         _parser().print_help(sys.stderr)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def vllm_main() -> None:
-    """Replace vLLM's own `main` when `--omni` is on its command line; ends the process on failure."""
+    """Called instead of vLLM's `main` if `--omni` is on the command line. Exits the process on failure."""
     words = [word for word in sys.argv[1:] if word != OMNI_FLAG]
     status = main(words) if words[:1] == ["serve"] or words[:1] == ["--version"] else _refuse(words)
     if status:

@@ -1,4 +1,7 @@
-"""The stages of this process: the whole pipeline, one stage, or replicas that join the head of another process."""
+"""Determines the replicas that this process starts: of all stages, of one stage, or (headless) to join another head.
+
+The head is the process that runs the API servers and admits replicas of other processes.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,12 @@ _PORT = "--omni-master-port"
 
 
 def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: OmniConfig) -> OmniConfig:
-    """Set the replicas of every stage to those that this process starts.
+    """Return the configuration with the number of replicas that this process starts for each stage.
 
-    Without `--stage` nothing changes. With it, the named stage has `--omni-dp-size-local` replicas and every other
-    stage none.
+    Without `--stage` nothing changes. With `--stage`, that stage has `--omni-dp-size-local` replicas, the others 0.
 
     Raises:
-        ConfigError: the flags contradict each other or the pipeline, or one is missing.
+        ConfigError: the flags contradict each other or the pipeline, or a flag is missing.
     """
     name = _stage_name(args, pipeline)
     _check_flags(args, name)
@@ -46,13 +48,11 @@ def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: O
 
 
 def listening(config: OmniConfig) -> OmniConfig:
-    """Return the configuration of a head whose address other processes can connect to.
-
-    A port without an address is one of the loopback.
+    """Return the configuration of a head, with the loopback as address if only a port is set.
 
     Raises:
-        ConfigError: the address stands for all addresses of a host, so replicas could not connect to it, or
-            `port_range` has a port of the head's own.
+        ConfigError: the address means all addresses of a host, e.g. 0.0.0.0, to which replicas cannot connect. Or
+            `port_range` contains a port that the head itself uses.
     """
     cluster = config.cluster
     if cluster.master_port is not None and cluster.ports is not None:
@@ -74,10 +74,10 @@ def listening(config: OmniConfig) -> OmniConfig:
 
 
 def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Refuse settings that need replicas that join, in a program that none can join.
+    """Refuse settings of `LLM(omni=True)` that require replicas of other processes, since these cannot join it.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: such a setting is set; the error names the setting.
     """
     for name in ("master_address", "master_port"):
         if (value := getattr(config.cluster, name)) is not None:
@@ -92,7 +92,7 @@ def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
 
 
 def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Refuse a head with a stage that has no local replica and that no replica can join."""
+    """Raise ConfigError if a stage has no local replica, and the head has no port at which replicas could join."""
     for spec in pipeline.stages:
         if not (config.stage(spec.name).replicas or config.cluster.master_port):
             raise ConfigError(
@@ -102,10 +102,10 @@ def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
 
 
 def headless_of(args: argparse.Namespace, plan: Plan) -> Headless | None:
-    """Settings of a headless node that its plan does not hold; None without `--headless`.
+    """Return the settings of a headless process that are not in its plan; None without `--headless`.
 
     Args:
-        plan: made from these arguments, so that only the named stage has replicas.
+        plan: plan for these arguments; only the stage of `--stage` has replicas.
     """
     address, port = plan.config.cluster.master_address, plan.config.cluster.master_port
     if not args.headless or address is None or port is None:
@@ -148,7 +148,7 @@ def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
 
 
 def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Refuse a headless node without stage or head address; one error names everything that is missing."""
+    """Raise ConfigError if `--headless` lacks the stage or the head's address. The error lists all missing flags."""
     missing = []
     if stage is None:
         missing.append(f"{_STAGE} {'|'.join(spec.name for spec in pipeline.stages)}")

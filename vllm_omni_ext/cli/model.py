@@ -1,4 +1,4 @@
-"""Facts about model and machine that a plan is made from."""
+"""Reads the properties of the model and the machine that the planner needs: config, tensor sizes, devices, memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_omni_ext.topology.machine import Machine
 
 
 def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
-    """Read the Hugging Face config of a local directory or a hub id, the way vLLM does."""
+    """Return the Hugging Face config of a local directory or a hub id, read as vLLM reads it."""
     if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
         raise ConfigError(f"model: there is no folder '{model}'")
     overrides = text_args.get("hf_overrides")
@@ -42,7 +42,7 @@ def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
 
 
 def architecture(model: str, hf_config: Any) -> str:
-    """The first of the config's `architectures`, by which vLLM chooses the model class."""
+    """Return the first entry of the config's `architectures`, by which vLLM selects the model class."""
     names = hf_config.architectures
     if not names:
         raise ConfigError(f"model: the config of '{model}' has no 'architectures'")
@@ -65,7 +65,7 @@ def model_facts(
 
 
 def detect_machine() -> Machine:
-    """This machine, as vLLM detects it."""
+    """Return the cores, memory and devices of this machine, as vLLM detects them."""
     if current_platform.is_cuda_alike():
         devices = current_platform.device_count()
         if not devices:
@@ -80,7 +80,7 @@ def detect_machine() -> Machine:
 
 
 def detect_host() -> Machine:
-    """The cores and the memory of this machine, without its devices."""
+    """Return the cores and the memory of this machine, without its devices."""
     return Machine(
         platform="cpu",
         device_count=0,
@@ -90,7 +90,7 @@ def detect_host() -> Machine:
 
 
 def _device_bytes(devices: int) -> tuple[int, ...]:
-    """Memory of each CUDA device; empty where the query would initialise CUDA in this process (without NVML)."""
+    """Return the bytes of each CUDA device; empty without NVML, since the query would initialise CUDA here."""
     if not devices or not current_platform.is_cuda() or not isinstance(current_platform, _nvml_platform()):
         return ()
     return tuple(current_platform.get_device_total_memory(device) for device in range(devices))

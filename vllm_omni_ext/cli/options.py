@@ -1,4 +1,4 @@
-"""Values of command-line options that several commands have."""
+"""Parses and checks values of command-line options that several commands have."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vllm_omni_ext.errors import ConfigError
 
 
 def count(text: str) -> int:
-    """Read an integer from 0."""
+    """Parse an integer that is 0 or more."""
     return _at_least(0, text)
 
 
 def positive(text: str) -> int:
-    """Read an integer from 1."""
+    """Parse an integer that is 1 or more."""
     return _at_least(1, text)
 
 
@@ -27,7 +27,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def not_negative(text: str) -> float:
-    """Read a finite number from 0."""
+    """Parse a finite number that is 0 or more."""
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
@@ -35,7 +35,7 @@ def not_negative(text: str) -> float:
 
 
 def more_than_0(text: str) -> float:
-    """Read a finite number above 0."""
+    """Parse a finite number that is more than 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
@@ -43,7 +43,7 @@ def more_than_0(text: str) -> float:
 
 
 def check_output(flag: str, file: Path | None) -> None:
-    """Raise ConfigError for a file that cannot be written, before a run that may take hours."""
+    """Raise ConfigError if a file cannot be written. Called before runs, which can take hours."""
     if file is None:
         return
     if file.is_dir():

@@ -17,7 +17,7 @@ from vllm_omni_ext.topology.memory import DoesNotFit
 def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns 0, or 2 with one line on stderr if the configuration is wrong or the model does not fit.
 
-    For a model that does not fit, the table of the devices is shown too, with the smallest KV caches.
+    If the model does not fit, the memory table of the devices is printed too, computed with the smallest KV caches.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the plan
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The flags that `serve` does not have; the parser of `serve` handles all others, --help included."""
+    """Return a parser of the flags that only `plan` has. The parser of `serve` handles all others and `--help`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--machine", metavar="cuda:SIZExCOUNT")

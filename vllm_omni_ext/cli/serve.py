@@ -1,4 +1,4 @@
-"""`vllm serve MODEL --omni`, also `vllm-omni-ext serve MODEL`."""
+"""The command `vllm serve MODEL --omni`, which is also `vllm-omni-ext serve MODEL`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_omni_ext.topology.plan import Plan
 KEY_VARIABLE = "VLLM_API_KEY"
 
 WRONG_CONFIGURATION = 2
-"""Exit status if the configuration is wrong and therefore nothing was started."""
+"""Exit status if the configuration is wrong, so that no process was started."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the server, or with `--headless` replicas that join another server, until it ends.
+    """Run the server until it ends; with `--headless`, run replicas that join another server.
 
     Args:
-        argv: arguments after the program's name; the word `serve` may be left out.
+        argv: arguments after the program's name; the word `serve` can be omitted.
 
     Returns:
-        2 if the configuration is wrong: one line is on stderr, and nothing was started. Otherwise the process ends
-        here, with the server's exit status.
+        2 if the configuration is wrong: one line is printed on stderr, and no process was started. Otherwise this
+        function does not return: it exits the process with the server's exit status.
     """
     name_process("headless" if "--headless" in argv else "head", argv)
     from vllm_omni_ext.vllm_hooks import cli_env_setup
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def keep_key(args: argparse.Namespace) -> None:
-    """Move VLLM_API_KEY into the arguments, so that it is not in the environment of later processes."""
+    """Move VLLM_API_KEY from the environment, which child processes inherit, to the arguments."""
     key = os.environ.pop(KEY_VARIABLE, None)
     if key and not args.api_key:
         args.api_key = [key]
@@ -69,7 +69,7 @@ def _run(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
-    """Parse, check and plan, without starting anything.
+    """Parse and check the arguments, and return the plan and the arguments. Starts no process.
 
     Args:
         machine: the machine to plan for, as text for `parse_machine`; None: this machine.
@@ -90,6 +90,6 @@ def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, a
 
 
 def report(err: ConfigError) -> int:
-    """Print a wrong configuration as one line and return the exit status."""
+    """Print a ConfigError as one line on stderr, and return the exit status."""
     print(f"error: {err}", file=sys.stderr)
     return WRONG_CONFIGURATION

@@ -1,4 +1,4 @@
-"""From a command line, or the keywords of `LLM(...)`, to a plan; and from a plan to vLLM's engine arguments."""
+"""Makes the plan for a command line, or for the keyword arguments of `LLM(...)`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
 SERVER_REQUEST_TIMEOUT_S = 3600.0
-"""Request timeout of a server: after this time the client has left, or its request gets no answer."""
+"""Default request timeout of a server, in seconds: after it, the client has disconnected, or the request is stuck."""
 
 ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
 
@@ -41,10 +41,10 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
         machine: the machine to plan for, as text for `parse_machine`; None: this machine.
 
     Returns:
-        The plan, and the arguments for the HTTP server (stock ones, with `model` set).
+        (plan, arguments for vLLM's HTTP server)
 
     Raises:
-        ConfigError: something in the flags, the stage config or the model's config is wrong.
+        ConfigError: a flag, the stage config or the model's config is wrong.
     """
     given = getattr(args, EXPLICIT)
     text_args = {name: getattr(args, name) for name in sorted(ENGINE_FIELDS & given)}
@@ -76,13 +76,13 @@ def from_kwargs(
     """Make the plan for `LLM(model, omni=True, ...)`.
 
     Args:
-        stage_config: as `--stage-config`.
-        stage_overrides: as `--stage-overrides`, as a mapping or as JSON.
-        engine_kwargs: `EngineArgs` fields, which apply to the frontend like stock flags, and keys of the stage
-            config without their group (e.g. `startup_timeout_s`).
+        stage_config: value of `--stage-config`.
+        stage_overrides: value of `--stage-overrides`, as a mapping or as JSON.
+        engine_kwargs: `EngineArgs` fields, which apply to the frontend (the stage that writes text), and keys of the
+            stage config without their group (e.g. `startup_timeout_s`).
 
     Raises:
-        ConfigError: also for an unknown keyword.
+        ConfigError: a keyword is unknown, or a value is wrong.
     """
     for name in engine_kwargs:
         if name not in ENGINE_FIELDS and name not in SETTINGS:
@@ -101,7 +101,7 @@ def from_kwargs(
 
 
 def _family(model: str, hf_config: Any) -> ModelFamily:
-    """The family that serves the model, after a check of the parts of vLLM that its classes use."""
+    """Return the model's family, after a check that the functions of vLLM which the family replaces are as expected."""
     family = family_for(architecture(model, hf_config))
     require_seams(family)
     return family
@@ -110,7 +110,10 @@ def _family(model: str, hf_config: Any) -> ModelFamily:
 def _read(
     family: ModelFamily, source: str | None, overrides: Any, settings: Mapping[str, Any]
 ) -> tuple[PipelineSpec, OmniConfig]:
-    """The chosen pipeline and its configuration: files, then overrides, then top-level settings."""
+    """Return the selected pipeline and its configuration.
+
+    Later sources override earlier ones: the stage config, the stage overrides, and the top-level settings.
+    """
     chosen = settings.get("pipeline") or (pipeline_of(source, family.stage_configs) if source else "")
     pipeline = family.pipeline(chosen)
     if source is None and pipeline.name in stage_config_names(family.stage_configs):

@@ -15,7 +15,7 @@ Writer = Callable[..., Path]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse and write a tiny checkpoint; returns the exit status."""
+    """Parse the arguments, write a tiny checkpoint, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="vllm-omni-ext tiny", description="Write a tiny random checkpoint that Transformers and vLLM load."
     )
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser, writer: Writer) -> None:
-    """An option for each keyword argument of the writer: a flag for a bool, a number for an int."""
+    """Add an option for each keyword argument of the writer: a flag for a bool, a number for an int."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; created if needed")
     for name, parameter in inspect.signature(writer).parameters.items():
         flag, about = "--" + name.replace("_", "-"), _about(writer, name)
@@ -48,6 +48,6 @@ def _first_line(writer: Writer) -> str:
 
 
 def _about(writer: Writer, argument: str) -> str:
-    """The writer's docstring about an argument, up to the end of its first line."""
+    """Return the first line of an argument's description in the writer's docstring, for the option's help."""
     found = re.search(rf"^ +{argument}: (.*)$", inspect.getdoc(writer) or "", re.MULTILINE)
     return found.group(1).replace("%", "%%") if found else ""

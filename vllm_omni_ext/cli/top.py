@@ -1,4 +1,4 @@
-"""`vllm-omni-ext top`: a live table of a server's replicas, from its status page and its metrics."""
+"""`vllm-omni-ext top`: shows a live table of a server's replicas, from `/v1/omni/status` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS = "vllm:generation_tokens_total"
 TOTAL = "_total"
 STATES = {"UP": "green", "SLEEPING": "cyan", "SUSPECT": "yellow", "DRAINING": "yellow", "DOWN": "red"}
 ANSWER_S = 10.0
-"""Time that the server has for an answer, in seconds."""
+"""Timeout of a request to the server, in seconds."""
 
 Labels = frozenset[tuple[str, str]]
 Series = Mapping[tuple[str, Labels], float]
@@ -38,12 +38,12 @@ Series = Mapping[tuple[str, Labels], float]
 
 @dataclass(frozen=True)
 class Sample:
-    """The status and the metrics of a server at one moment.
+    """Status and metrics of a server at one time.
 
     Attributes:
-        at: monotonic seconds.
-        status: the status page.
-        series: every value of the metrics, by name and labels.
+        at: monotonic time in seconds.
+        status: JSON object of `/v1/omni/status`.
+        series: values of all metrics, by (name, labels).
     """
 
     at: float
@@ -52,7 +52,7 @@ class Sample:
 
 
 def rows(before: Sample, now: Sample) -> list[dict[str, Any]]:
-    """Return the status of each replica, with `tokens_per_s` between two samples; None without a rate."""
+    """Return the status of each replica with `tokens_per_s`, its rate between the two samples, or None if unknown."""
     return [
         {**each, "tokens_per_s": _rate(before, now, TOKENS, {"replica": each["id"]})}
         for stage in now.status["stages"]
@@ -61,9 +61,9 @@ def rows(before: Sample, now: Sample) -> list[dict[str, Any]]:
 
 
 def made(before: Sample, now: Sample) -> dict[str, float]:
-    """Return the rates per second, by name, of the counters of modalities, which have no label of their own.
+    """Return the rates per second of the counters that have only the label `model_name`, e.g. those of modalities.
 
-    A name is that of its metric: `vllm_omni_ext:images_total` is "images".
+    The key of `vllm_omni_ext:images_total` is "images".
     """
     names = sorted(
         {
@@ -77,7 +77,7 @@ def made(before: Sample, now: Sample) -> dict[str, float]:
 
 
 def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> float | None:
-    """Growth of a counter per second; None if it is missing, or has started again."""
+    """Return the increase per second of a counter's series with the `wanted` labels; None if missing or reset."""
     sums: list[float | None] = []
     for sample in (before, now):
         found = [v for (known, labels), v in sample.series.items() if known == name and wanted.items() <= labels]
@@ -90,7 +90,7 @@ def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> 
 
 
 def table(before: Sample, now: Sample, url: str) -> Table:
-    """Return the table of two samples, with the rates of the whole server below it."""
+    """Return a table of the replicas, from two samples; the rates of the whole server are below it."""
     rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in made(before, now).items())
     shown = Table(
         title=f"{url}, up {now.status['uptime_s']:.0f} s", caption=rates or None, box=None, padding=(0, 1, 0, 0)
@@ -109,11 +109,11 @@ def table(before: Sample, now: Sample, url: str) -> Table:
 
 
 class Client:
-    """Reads the status page and the metrics of one server.
+    """Reads the status and the metrics of one server.
 
     Args:
-        url: its address; a path `/v1` at the end is left out.
-        key: the API key; "" for none.
+        url: address of the server; a path `/v1` at its end is removed.
+        key: the API key; "": no key.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -126,7 +126,7 @@ class Client:
         """Return the current status and metrics of the server.
 
         Raises:
-            OmniError: it does not answer, needs a key, or is another kind of server.
+            OmniError: the server does not respond, refuses the key, or is not a server of this package.
         """
         status = self._get("/v1/omni/status")
         families = text_string_to_metric_families(self._get("/metrics"))
@@ -155,7 +155,7 @@ class Client:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the table until Ctrl-C, or once. Returns the exit status; OmniError if the server does not answer."""
+    """Show the table until Ctrl-C, or once with `--once`; return the exit status. OmniError: see `Client.sample`."""
     args = _parser().parse_args(argv)
     client = Client(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
     console, pause = Console(), threading.Event()

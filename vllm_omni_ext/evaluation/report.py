@@ -1,4 +1,4 @@
-"""The results of a suite: statistics, the verdicts on servers, a table, JSON and JUnit XML."""
+"""Results of a suite: statistics, the decision whether a server passes, and output as table, JSON and JUnit XML."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vllm_omni_ext.evaluation.suite import Suite
 
 RESAMPLES = 10_000
 DRAWN_AT_ONCE = 1_000_000
-"""Limits the memory of a bootstrap; the result does not depend on this."""
+"""Number of values per batch of a bootstrap. It limits the memory, and does not change the result."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its interval at the confidence level of 95 %, from a bootstrap over items."""
+    """A mean and its 95 % confidence interval (`low` to `high`), from a bootstrap over items."""
 
     mean: float
     low: float
@@ -30,12 +30,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired comparison of a run with an earlier one of the same items.
+    """Paired comparison of a run with an earlier run of the same items.
 
     Attributes:
-        difference: mean of (this run's score - the earlier one's), item by item.
-        better, worse: numbers of items that score higher, and lower, than before.
-        p: of the exact sign test (for scores of 0 and 1, McNemar's test).
+        items: number of items.
+        difference: mean over items of (score in this run - score in the earlier run).
+        better, worse: numbers of items with a higher, and a lower, score than in the earlier run.
+        p: p-value of the exact sign test (for scores of 0 and 1: McNemar's test).
     """
 
     items: int
@@ -46,12 +47,12 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """Whether the whole interval of the difference is below zero."""
+        """Whether the 95 % interval of the difference is entirely below 0."""
         return self.difference.high < 0
 
 
 def estimate(scores: Sequence[float]) -> Estimate:
-    """Return the mean of scores and its interval; the random numbers are always the same."""
+    """Return the mean of scores and its 95 % interval. The bootstrap has a fixed seed."""
     mean, count = float(np.mean(scores)), len(scores)
     if count == 1:
         return Estimate(mean, mean, mean)
@@ -61,7 +62,7 @@ def estimate(scores: Sequence[float]) -> Estimate:
 
 
 def compare(scores: Mapping[str, float], earlier: Mapping[str, float]) -> Comparison:
-    """Return the comparison of two runs of the same items. Raises KeyError: an item is missing in the earlier run."""
+    """Compare the scores of two runs, each by item. Raises KeyError: an item is missing in the earlier run."""
     differences = [scores[name] - earlier[name] for name in scores]
     better, worse = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
     p = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
@@ -69,7 +70,14 @@ def compare(scores: Mapping[str, float], earlier: Mapping[str, float]) -> Compar
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """An item's score, with the recogniser's text of the sound (`heard`) and SHA-256 of the sound (`sound`)."""
+    """Score of one item.
+
+    Attributes:
+        text: text of the answer.
+        heard: the recogniser's text of the answer's sound; None: it was not recognised.
+        sound: SHA-256 of the answer's sound; None: the answer has no sound.
+        error: the reason if there is no answer.
+    """
 
     id: str
     score: float
@@ -80,7 +88,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The scores of one server, and `Suite.digest`; the JSON file is a list of these."""
+    """The scores of one server. `digest` is `Suite.digest`, the hash of the suite. The JSON file contains all runs."""
 
     suite: str
     digest: str
@@ -89,13 +97,13 @@ class Run(msgspec.Struct, frozen=True):
     items: list[Scored]
 
     def scores(self) -> dict[str, float]:
-        """Return the scores by item."""
+        """Return the scores by the item's id."""
         return {item.id: item.score for item in self.items}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A server's score and its problems; the server passes if `problems` is empty."""
+    """Whether a server passes the suite, with the reasons: it passes if `problems` is empty."""
 
     run: Run
     score: Estimate
@@ -125,15 +133,15 @@ def judge(suite: Suite, run: Run, first: Run, baseline: Run | None, alike: bool)
 
 
 def differing(run: Run, first: Run) -> list[str]:
-    """Return the items to which two servers gave different texts or sounds."""
+    """Return the ids of the items for which the answers of two runs differ in text or sound."""
     known = {item.id: (item.text, item.sound) for item in first.items}
     return [item.id for item in run.items if known.get(item.id) != (item.text, item.sound)]
 
 
 def junit(verdicts: list[Verdict]) -> bytes:
-    """Return JUnit XML: one test suite a server, in which each item is a test and `the suite` is one more.
+    """Return JUnit XML with a test suite for each server. Each item is a test, and `the suite` is an additional test.
 
-    An item fails if there is no answer, or its score is 0.
+    The test of an item fails if the item has no answer or the score 0. `the suite` fails if the verdict has problems.
     """
     root = ElementTree.Element("testsuites")
     for verdict in verdicts:
@@ -151,12 +159,12 @@ def junit(verdicts: list[Verdict]) -> bytes:
 
 
 def _for_xml(text: str) -> str:
-    """Replace the characters that XML 1.0 cannot have."""
+    """Replace the characters that XML 1.0 does not allow by U+FFFD."""
     return re.sub("[^\\t\\n\\r\\x20-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]", "\ufffd", text)
 
 
 def table(verdicts: list[Verdict]) -> Any:
-    """Return a table of rich."""
+    """Return a `rich` table with one row for each server."""
     from rich.table import Table
     from rich.text import Text
 
@@ -168,7 +176,7 @@ def table(verdicts: list[Verdict]) -> Any:
             comparison = f"{_interval(other.difference, '+')} ({split})"
         run, outcome = verdict.run, "; ".join(verdict.problems) or "ok"
         cells = (run.server, run.model, str(len(run.items)), _interval(verdict.score), comparison, outcome)
-        shown.add_row(*map(Text, cells))  # as `Text`, in which brackets are no markup
+        shown.add_row(*map(Text, cells))  # rich does not parse brackets in `Text` as markup
     return shown
 
 
@@ -177,7 +185,7 @@ def _interval(found: Estimate, sign: str = "") -> str:
 
 
 def as_json(verdicts: list[Verdict], environment: dict[str, str]) -> bytes:
-    """Return the JSON file: every item's score, so that a later run can be compared with it item by item."""
+    """Return the JSON file with the score of every item, which a later run reads as baseline."""
     servers = [
         {
             **msgspec.to_builtins(verdict.run),
@@ -199,7 +207,7 @@ def from_json(data: bytes, suite: Suite) -> Run:
 
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: the file is not one that `as_json` wrote.
-        ValueError: it is of another suite, of other items or options, or not all items are there.
+        ValueError: the file is of another suite or of other items or options, or it lacks items.
     """
     servers = msgspec.json.decode(data, type=_File).servers
     if not servers:

@@ -1,4 +1,4 @@
-"""Servers of an evaluation: starts a `vllm serve MODEL --omni` for a topology, and sends the items of a suite."""
+"""Starts `vllm serve MODEL --omni` for each topology of an evaluation, and sends the items of a suite to a server."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from vllm_omni_ext.evaluation.suite import Item, Suite
 
 HOST = "127.0.0.1"
 START_S = 3600.0
-"""Limit of a start, long enough for a large model on a slow disk; the server's own limits end it earlier."""
+"""Time limit of a server's start in seconds: a large model on a slow disk. The server's own limits are shorter."""
 STOP_S = 120.0
 LOOK_EVERY_S = 0.5
 TAIL = 2000
-"""Characters of the log in an error."""
+"""Number of characters of the log's end in an error."""
 
 
 class ServerFailed(OmniError):
-    """The server ended, or was not ready in time; the message has the end of its log."""
+    """The server ended, or was not ready within START_S. The message contains the end of the server's log."""
 
 
 @contextmanager
 def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
-    """Start `vllm serve MODEL --omni FLAGS`, yield its URL, and end it after the block.
+    """Start `vllm serve MODEL --omni FLAGS`, yield its URL, and stop it when the `with` block ends.
+
+    Args:
+        name: name of the topology, for errors.
 
     Raises:
-        ServerFailed: it did not start; names the topology.
+        ServerFailed: the server did not start.
     """
     with socket.socket() as free:
         free.bind((HOST, 0))
@@ -66,7 +69,7 @@ def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
 
 
 def _problem(process: subprocess.Popen[bytes], url: str) -> str | None:
-    """Wait until the server is ready; return the reason if it does not become ready."""
+    """Wait until the server is ready. Returns the reason if it has ended or the time limit is reached, else None."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         try:
@@ -83,7 +86,7 @@ def _problem(process: subprocess.Popen[bytes], url: str) -> str | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer's text (or transcript) and WAV file, or the reason for which there is none."""
+    """Text (or transcript) and WAV file of an answer, or the `error` if there is no answer."""
 
     text: str = ""
     sound: bytes = b""
@@ -93,15 +96,16 @@ class Answer:
 async def ask_all(
     url: str, key: str, model: str | None, suite: Suite, at_once: int, done: Callable[[], None]
 ) -> tuple[str, dict[str, Answer]]:
-    """Send a request for every item, `at_once` at a time; return the model's name, and the answers by item.
+    """Send a request for every item of a suite; return (name of the model, answers by item id).
 
     Args:
-        url: ends with `/v1`.
-        model: None: the only model that the server has.
+        url: base URL, ends with `/v1`.
+        model: None: the server's only model.
+        at_once: number of simultaneous requests.
         done: called after each answer.
 
     Raises:
-        ConfigError: the server does not answer, or has several models and none was named.
+        ConfigError: the server does not respond, or it has several models and `model` is None.
     """
     import openai
 
@@ -132,7 +136,7 @@ async def _ask(client: Any, model: str, suite: Suite, item: Item) -> Answer:
     fields = {"temperature": 0, **suite.options, **item.options}
     try:
         reply = await client.chat.completions.create(model=model, messages=suite.messages(item), extra_body=fields)
-    except (openai.OpenAIError, OSError) as err:  # OSError: a file of the suite is gone
+    except (openai.OpenAIError, OSError) as err:  # OSError: a file of the suite cannot be read
         return Answer(error=str(err))
     message = reply.choices[0].message
     if message.audio is None:

@@ -1,4 +1,4 @@
-"""Suites as data: a YAML file with requests and their right answers."""
+"""Reads suites: YAML files with requests and their expected answers."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from vllm_omni_ext.errors import ConfigError
 
 Scorer = Literal["exact", "words", "choice"]
 MEDIA = ("image_url", "input_audio", "video_url")
-"""Content parts whose file may be named by a path."""
+"""Types of content parts that may have `file`, a path, instead of data."""
 
 Content = str | list[dict[str, Any]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation; `content` as in `Item`."""
+    """A message of a conversation; for `content` see `Item`."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request.
+    """One request, and its expected answer.
 
     Attributes:
-        id: unique in the suite; items of two runs are paired by it.
-        content: of the user's message, in the OpenAI form; a part may have `file`, a path relative to the suite.
+        id: unique in the suite; items of two runs are paired by their ids.
+        expected: the expected answer.
+        content: content of the user's message in OpenAI's format; a part may have `file`, a path relative to the suite.
         messages: the whole conversation, instead of `content`.
-        expected: the right answer.
-        options: fields of the request's body, which replace the suite's.
-        score: method of comparison, if not the suite's.
-        listen: compare the recogniser's text of the answer's sound, instead of the answer's text.
+        options: fields of the request's body; they override the suite's `options`.
+        score: method of scoring; None: the suite's.
+        listen: score the recogniser's text of the answer's sound, instead of the answer's text.
     """
 
     id: str
@@ -52,14 +52,15 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests that are scored together.
+    """A set of requests with a mean score.
 
     Attributes:
-        threshold: least mean score.
-        system: a system message before each item's own messages.
+        threshold: least mean score at which a server passes.
+        score: default method of scoring.
+        system: a system message before each item's messages.
         options: fields of every request's body; `temperature` is 0 by default.
-        recogniser: of sounds: `whisper` or `pocketsphinx`.
-        vocabulary: words between which `pocketsphinx` chooses.
+        recogniser: recogniser for items with `listen`: `whisper` or `pocketsphinx`.
+        vocabulary: the words that `pocketsphinx` can recognise.
     """
 
     name: str
@@ -75,12 +76,12 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the messages of an item's request, with the contents of files.
 
         Raises:
-            OSError: a file that was there when the suite was read cannot be read any more.
+            OSError: a file cannot be read any more, although `load` could open it.
         """
         return [{"role": each.role, "content": _changed(each.content, _with_data)} for each in self._conversation(item)]
 
     def digest(self) -> str:
-        """Return SHA-256 of the suite without its threshold; media files are included."""
+        """Return the SHA-256 of the suite and its media files; the threshold is not included."""
         found = hashlib.sha256(
             msgspec.json.encode(msgspec.structs.replace(self, threshold=0.0, items=[]), order="sorted")
         )
@@ -97,7 +98,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Suite:
-    """Read a suite. Raises ConfigError: the file cannot be read, or something in it is wrong or missing."""
+    """Read a suite. Raises ConfigError: the file cannot be read, or a field of it is invalid or missing."""
     try:
         suite = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Suite)
     except OSError as err:
@@ -135,12 +136,12 @@ def _with_files(item: Item, folder: Path) -> Item:
 
 
 def _changed(content: Content, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Content:
-    """Return a content in which the parts with a file are changed."""
+    """Return a content in which `change` has replaced each part with `file`."""
     return content if isinstance(content, str) else [change(part) if "file" in part else part for part in content]
 
 
 def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Return a part with the path of its file joined to `folder`; files are read when they are sent."""
+    """Return a part with its path joined to `folder`. Raises ConfigError: wrong type, or the file cannot be opened."""
     kind, path = part.get("type"), folder / str(part["file"])
     if kind not in MEDIA:
         raise ConfigError(f"item '{name}': a part with `file` must have the type {', '.join(MEDIA)}, got {kind!r}")
@@ -152,13 +153,13 @@ def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
 
 
 def _identity(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part with the digest of its file instead of the path."""
+    """Return a part with the SHA-256 of its file instead of the path."""
     with open(part["file"], "rb") as file:
         return part | {"file": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _with_data(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part with the contents of its file."""
+    """Return a part in OpenAI's format with the contents of its file in base64."""
     kind, path = part["type"], Path(part["file"])
     data = base64.b64encode(path.read_bytes()).decode()
     if kind == "input_audio":

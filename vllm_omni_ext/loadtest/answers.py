@@ -1,4 +1,4 @@
-"""Times of one answer at its client. Pure: the clock is passed in."""
+"""Records the times of one answer at its client. The caller supplies the clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vllm_omni_ext.connectors.playback import Player
 
 Clock = Callable[[], float]
-"""Returns seconds, and does not go back."""
+"""Returns the time of a monotonic clock in seconds."""
 
 CONNECT, TIMEOUT, BROKEN, ERROR, MALFORMED, SOUNDLESS = (
     "no connection",
@@ -18,14 +18,14 @@ CONNECT, TIMEOUT, BROKEN, ERROR, MALFORMED, SOUNDLESS = (
     "malformed answer",
     "no sound",
 )
-"""Kinds of failure; those with an HTTP status are called `status N`."""
+"""Kinds of failure. A failure with an HTTP status has the kind `status N`."""
 
 
 class Failure(Exception):
-    """A request without a whole answer.
+    """A request has failed: its answer is missing, incomplete or malformed.
 
     Args:
-        kind: counted by this name.
+        kind: kind of failure, by which failures are counted.
         detail: message of the server or the library.
     """
 
@@ -39,13 +39,13 @@ class Answer:
     """Times of one answer, in seconds.
 
     Attributes:
-        due_at, began_at, ended_at: times on the run's clock: scheduled and real beginning, end of the answer.
-        ready_s: from `due_at` to a configured session; None without a session.
-        first_text_s, first_sound_s, whole_s: from the origin to the first text, the first sound and the end; None:
-            there was none. The origin is `due_at`, or the end of the spoken input.
-        sound_s: seconds of sound.
-        silences: pauses of a listener that plays the sound in real time while it arrives.
-        failure: kind of failure; None for a whole answer.
+        due_at, began_at, ended_at: scheduled start, real start and end, as times of the run's clock.
+        ready_s: from `due_at` until the session was configured; None: the API has no sessions.
+        first_text_s, first_sound_s, whole_s: from the origin to the first text, the first sound and the end. None: the
+            answer has no text or sound. The origin is `due_at`, or the end of the spoken input.
+        sound_s: duration of the sound.
+        silences: durations of the pauses in which a real-time player has no sound to play.
+        failure: kind of failure; None: the answer is complete.
         detail: message of the failure.
     """
 
@@ -63,16 +63,16 @@ class Answer:
 
     @property
     def real_time_factor(self) -> float:
-        """Seconds of the answer for each second of sound."""
+        """`whole_s` divided by the duration of the sound; below 1, the sound arrives faster than it is played."""
         return self.whole_s / self.sound_s
 
 
 class Timeline:
-    """Records the times of one answer. It begins when it is constructed.
+    """Records the times of one answer. The constructor records the start of the request.
 
     Args:
-        clock: of the run.
-        due_at: scheduled beginning; None: now.
+        clock: clock of the run.
+        due_at: scheduled start; None: now.
     """
 
     def __init__(self, clock: Clock, due_at: float | None = None) -> None:
@@ -88,20 +88,20 @@ class Timeline:
         self._ready_s = self._clock() - self._due_at
 
     def spoken(self, at: float | None = None) -> None:
-        """Record the end of the input, at a time of the clock or now: the other times count from here."""
+        """Set the origin of the other times to the end of the spoken input: `at`, or now if it is None."""
         self._origin = self._clock() if at is None else at
 
     def text(self) -> None:
-        """Record a piece of text."""
+        """Record the arrival of a piece of text."""
         if self._first_text_at is None:
             self._first_text_at = self._clock()
 
     def sound(self, seconds: float) -> None:
-        """Record a piece of sound."""
+        """Record the arrival of a piece of sound with a duration of `seconds`."""
         self._player.receive(seconds, self._clock())
 
     def end(self, failure: Failure | None = None) -> Answer:
-        """Return the answer; without sound it is a failure."""
+        """Record the end, and return the times of the answer. An answer without sound has the failure SOUNDLESS."""
         if failure is None and self._player.first_at is None:
             failure = Failure(SOUNDLESS, "the answer ended without sound")
         now = self._clock()

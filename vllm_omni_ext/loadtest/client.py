@@ -1,4 +1,4 @@
-"""One request at a time: its limit, and its failures by kind."""
+"""Sends a single request within a time limit, and converts its errors to kinds of failure."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DETAIL_CHARACTERS = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What each request contains, in OpenAI's fields.
+    """Contents of the requests of a run.
 
     Attributes:
-        model: its name.
-        prompts: texts, one a request, in turn; empty: sound alone.
-        sounds: input sounds, one a request, in turn; what they are depends on the API.
+        model: name of the model.
+        prompts: texts; each request has one of them, in turn. Empty: the requests have only sound.
+        sounds: input sounds; each request has one of them, in turn. Their type depends on the API.
         voice: name of the speaker; None: the server's default.
-        max_tokens: most tokens of an answer; None: the server's default.
-        extra: more fields of the body.
+        max_tokens: limit of the tokens of an answer; None: the server's default.
+        extra: additional fields of the body.
     """
 
     model: str
@@ -38,7 +38,7 @@ class Request:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self, number: int) -> str | None:
-        """Return the text of a request."""
+        """Return the text of the request with this number; None if its input is only sound."""
         return self.prompts[number % len(self.prompts)] if self.prompts else None
 
     def sound(self, number: int) -> Any:
@@ -47,14 +47,18 @@ class Request:
 
 
 class Api(Protocol):
-    """One of the measured APIs."""
+    """Client of one of the measured APIs."""
 
     async def send(self, session: aiohttp.ClientSession, number: int, timeline: Timeline) -> None:
-        """Send request `number` and record its whole answer; Failure, or an error of aiohttp, if there is none."""
+        """Send the request with this number, and record the times of its answer in `timeline`.
+
+        Raises:
+            Failure, aiohttp.ClientError, OSError: the answer is missing, incomplete or malformed.
+        """
 
 
 def connections(key: str | None) -> aiohttp.ClientSession:
-    """Return connections without a limit, which carry the key; close them at the end."""
+    """Return an HTTP client without a limit of connections, which sends the API key. The caller must close it."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), headers=headers
@@ -64,7 +68,7 @@ def connections(key: str | None) -> aiohttp.ClientSession:
 async def measured(
     api: Api, session: aiohttp.ClientSession, clock: Clock, limit_s: float, number: int, due_at: float | None
 ) -> Answer:
-    """Return the times of one request, whole or failed."""
+    """Send one request, scheduled for `due_at` (None: now), and return the times of its answer or failure."""
     timeline, failure = Timeline(clock, due_at), None
     try:
         async with asyncio.timeout(limit_s):
@@ -83,28 +87,28 @@ async def measured(
 
 
 async def refuse_status(reply: aiohttp.ClientResponse) -> None:
-    """Raise Failure unless the status is 200."""
+    """Raise Failure if the HTTP status is not 200."""
     if reply.status != 200:
         raise Failure(f"status {reply.status}", (await reply.text(errors="replace"))[:DETAIL_CHARACTERS])
 
 
 def base64_bytes(text: Any) -> int:
-    """Return the number of bytes that a base64 text encodes; Failure if it is no such text."""
+    """Return the number of bytes that a base64 text encodes. Raises Failure: not a base64 text."""
     if not isinstance(text, str) or len(text) % 4:
         raise Failure(MALFORMED, "a piece of sound is no base64 text")
     return len(text) // 4 * 3 - text[-2:].count("=")
 
 
 def seconds(size: int) -> float:
-    """Return the seconds of so many bytes of 16-bit samples at 24 kHz, one channel."""
+    """Return the duration, in seconds, of `size` bytes of mono 16-bit samples at 24 kHz."""
     return size / SAMPLE_BYTES / RATE_HZ
 
 
 async def only_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Return the name of a server's first model; servers list further names of the same one.
+    """Return the name of the first model that a server lists; the others are further names of the same model.
 
     Raises:
-        ConfigError: the server does not answer, or lists none.
+        ConfigError: the server does not respond, or lists no model.
     """
     try:
         async with session.get(f"{url}/models", timeout=aiohttp.ClientTimeout(total=30)) as reply:

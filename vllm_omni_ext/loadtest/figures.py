@@ -1,4 +1,4 @@
-"""Figures of a run from the times of its answers. Pure."""
+"""Computes the statistics (figures) of a run from the times of its answers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import numpy as np
 from vllm_omni_ext.loadtest.answers import Answer
 
 NOTICED_S = 0.02
-"""Shortest silence that counts as a gap."""
+"""Seconds above which a silence is counted as a gap."""
 
 LATE_CLIENT_S = 0.1
-"""Lag of the client's own beginnings, at the 99th percentile, from which its figures are doubtful."""
+"""Limit, in seconds, of the 99th percentile of the delay between the scheduled and the real start of requests.
+
+Above it, the client itself was overloaded, and its figures are not reliable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Percentiles by linear interpolation between the two nearest values."""
+    """Mean, minimum, maximum and percentiles of values, with linear interpolation between the two nearest values."""
 
     count: int
     mean: float
@@ -32,7 +34,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Return the distribution of values; None if there are none."""
+    """Return the distribution of values; None if `values` is empty."""
     array = np.asarray(list(values), np.float64)
     if not len(array):
         return None
@@ -52,22 +54,22 @@ MEASURES: Mapping[str, Callable[[Answer], float | None]] = {
     "session_ready_s": lambda answer: answer.ready_s,
     "client_lag_s": lambda answer: answer.began_at - answer.due_at,
 }
-"""Measures of whole answers, by the names of the JSON file; None: the answer has no such time."""
+"""Functions that return a measure of a complete answer, by its name in the JSON file; None: the answer lacks it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures of a run.
+    """Statistics of a run.
 
     Attributes:
-        requests, answered: all requests, and those with a whole answer.
-        failures: number by kind.
-        duration_s: from the first request's due time to the end of the last answer.
-        answers_per_s, sound_s_per_s: whole answers and their sound, divided by `duration_s`.
-        most_at_once: most unanswered requests at a time.
-        answers_with_gaps: answers with a silence longer than `NOTICED_S`.
-        gaps: number of these silences.
-        measures: distributions over whole answers, by the names of `MEASURES`; those without values are left out.
+        requests, answered: number of all requests, and of requests with a complete answer.
+        failures: number of failures by kind.
+        duration_s: seconds from the scheduled start of the first request to the end of the last answer.
+        answers_per_s, sound_s_per_s: complete answers, and seconds of their sound, divided by `duration_s`.
+        most_at_once: largest number of simultaneous requests.
+        answers_with_gaps: number of answers with a silence longer than `NOTICED_S`.
+        gaps: number of silences longer than `NOTICED_S`.
+        measures: distributions over complete answers, by the names of `MEASURES`; measures without values are omitted.
     """
 
     requests: int
@@ -83,13 +85,13 @@ class Figures:
 
     @property
     def client_was_late(self) -> bool:
-        """Whether the client began its requests so late that it measured itself."""
+        """Whether the client started its requests later than `LATE_CLIENT_S`, so that the figures are not reliable."""
         lag = self.measures.get("client_lag_s")
         return lag is not None and lag.p99 > LATE_CLIENT_S
 
 
 def figures(answers: Sequence[Answer]) -> Figures:
-    """Return the figures of a run; ValueError without answers."""
+    """Return the statistics of a run. Raises ValueError: `answers` is empty."""
     if not answers:
         raise ValueError("a run without requests has no figures")
     whole = [answer for answer in answers if answer.failure is None]
@@ -114,6 +116,6 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def most_at_once(answers: Iterable[Answer]) -> int:
-    """Return the largest number of requests that were due and not answered at the same time."""
+    """Return the largest number of simultaneous requests, each counted from its scheduled start to its end."""
     changes = sorted((at, step) for answer in answers for at, step in ((answer.due_at, 1), (answer.ended_at, -1)))
     return int(max(np.cumsum([step for _, step in changes]), default=0))

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/audio/speech` as streams."""
+"""Load clients for streamed answers of `/v1/chat/completions` and `/v1/audio/speech`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PREFIX, DONE = b"data:", b"[DONE]"
 
 
 class Chat:
-    """Chat completions with text and sound, streamed. Input sounds are (base64 text, format) of `input_audio`."""
+    """Load client of chat completions: requests streamed text and sound. Input sounds are (base64 text, format)."""
 
     def __init__(self, url: str, request: Request) -> None:
         self._url, self._request = f"{url}/chat/completions", request
 
     def body(self, number: int) -> dict[str, Any]:
-        """Return the JSON of a request."""
+        """Return the JSON body of the request with this number."""
         request = self._request
         content: list[dict[str, Any]] = []
         if (sound := request.sound(number)) is not None:
@@ -52,13 +52,13 @@ class Chat:
 
 
 class Speech:
-    """Texts that are read out, streamed as bare samples."""
+    """Load client of the speech API: requests texts as streamed PCM."""
 
     def __init__(self, url: str, request: Request) -> None:
         self._url, self._request = f"{url}/audio/speech", request
 
     def body(self, number: int) -> dict[str, Any]:
-        """Return the JSON of a request."""
+        """Return the JSON body of the request with this number."""
         request = self._request
         voice = {} if request.voice is None else {"voice": request.voice}
         return {
@@ -81,7 +81,7 @@ class Speech:
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield the JSON objects of server-sent events, of any length, until `[DONE]`; Failure if that is missing."""
+    """Yield the JSON objects of server-sent events until `[DONE]`. Raises Failure: malformed, or without `[DONE]`."""
     rest = b""
     async for data in content.iter_any():
         *lines, rest = (rest + data).split(b"\n")
@@ -106,13 +106,13 @@ def _object(text: bytes) -> Mapping[str, Any]:
 
 
 def read_chunk(event: Mapping[str, Any]) -> tuple[bool, float]:
-    """Return whether a chunk of a chat has text, and the seconds of its sound (pcm16 at 24 kHz).
+    """Return (whether a chat chunk has text, seconds of its sound, which is pcm16 at 24 kHz).
 
-    Sound is in `delta.audio.data`, as with OpenAI, or in `delta.content` if the chunk's `modality` is "audio", as with
-    vllm-omni.
+    OpenAI's format has sound in `delta.audio.data`. vllm-omni's format has sound in `delta.content` if the chunk's
+    `modality` is "audio".
 
     Raises:
-        Failure: the chunk is an error, or not in this format.
+        Failure: the chunk is an error, or has neither format.
     """
     if "error" in event:
         raise Failure(ERROR, json.dumps(event["error"]))

@@ -1,4 +1,4 @@
-"""The GA events of `/v1/realtime`: one connection and one turn a request."""
+"""Load client of `/v1/realtime`: each request opens a connection and sends one turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_omni_ext.serving.realtime.pcm import Resampler, SoundFormat
 PIECE_S = 0.1
 PIECE_BYTES = int(PIECE_S * RATE_HZ) * SAMPLE_BYTES
 QUIET = 0.01
-"""Amplitude, divided by the largest, below which the end of a sound is silence."""
+"""Fraction of the largest amplitude below which samples at the end of a sound are silence."""
 
 TURN_DETECTION = ("none", "server_vad", "semantic_vad")
 TEXTS = ("response.output_text.delta", "response.output_audio_transcript.delta")
@@ -35,8 +35,8 @@ class Turn:
     """A spoken turn.
 
     Attributes:
-        data: 16-bit samples at 24 kHz, one channel.
-        speech_s: seconds until its last sample that is not silence.
+        data: mono 16-bit samples at 24 kHz.
+        speech_s: seconds from the start to the last sample that is not silence.
     """
 
     data: bytes
@@ -44,7 +44,7 @@ class Turn:
 
 
 def read_turn(file: Path) -> Turn:
-    """Read a sound file of any rate and number of channels.
+    """Read a spoken turn from a sound file of any sample rate and number of channels.
 
     Raises:
         ConfigError: the file cannot be read, or is silent.
@@ -66,9 +66,9 @@ class Realtime:
     """Load client of the Realtime API: sends the request's turns as sound, or its texts if it has no turns.
 
     Args:
-        speed: of the spoken input, 1.0 is real time; 0: at once.
+        speed: speed at which input sound is sent; 1.0: real time; 0: without waiting.
         turn_detection: one of `TURN_DETECTION`; "none": the client commits the turn at its end.
-        clock: of the run.
+        clock: clock of the run.
     """
 
     def __init__(self, url: str, request: Request, *, speed: float, turn_detection: str, clock: Clock) -> None:
@@ -76,7 +76,7 @@ class Realtime:
         self._detection = None if turn_detection == "none" else {"type": turn_detection}
 
     def session(self) -> dict[str, Any]:
-        """Return the settings of a session."""
+        """Return the session settings, sent as `session.update`."""
         request, sound = self._request, SoundFormat().as_json()
         voice = {} if request.voice is None else {"voice": request.voice}
         limit = {} if request.max_tokens is None else {"max_output_tokens": request.max_tokens}
@@ -128,11 +128,11 @@ class Realtime:
             began = self._clock()
             timeline.spoken(began + turn.speech_s / self._speed if self._speed else began)
             await self._speak(socket, turn.data, self._speed)
-            while True:  # until the answer is there; a detector needs the silence after the speech
+            while True:  # sends silence, which ends the turn, until `send` cancels this task
                 await self._speak(socket, bytes(PIECE_BYTES), self._speed or 1.0)
 
     async def _speak(self, socket: aiohttp.ClientWebSocketResponse, data: bytes, speed: float) -> None:
-        """Send sound; each piece when a microphone would have it whole."""
+        """Send sound in pieces of `PIECE_S`, each at the time when a microphone has recorded it, divided by `speed`."""
         began = self._clock()
         for at in range(0, len(data), PIECE_BYTES):
             piece = data[at : at + PIECE_BYTES]
@@ -144,13 +144,13 @@ class Realtime:
 
 
 async def _until(socket: aiohttp.ClientWebSocketResponse, kind: str) -> None:
-    """Receive events until one of a kind."""
+    """Receive and discard events until an event of type `kind` arrives."""
     while (await _event(socket))["type"] != kind:
         continue
 
 
 async def _output(socket: aiohttp.ClientWebSocketResponse, timeline: Timeline) -> None:
-    """Receive the events of one response."""
+    """Receive the events of one response, and record the times of its text and sound."""
     while True:
         event = await _event(socket)
         if event["type"] in TEXTS:
@@ -163,7 +163,7 @@ async def _output(socket: aiohttp.ClientWebSocketResponse, timeline: Timeline) -
 
 
 def _refuse_partial(response: Any) -> None:
-    """Raise Failure unless a response is complete, or as long as the client allowed."""
+    """Raise Failure if a response is neither complete nor ended by `max_output_tokens`."""
     found = response if isinstance(response, Mapping) else {}
     status, details = found.get("status"), found.get("status_details")
     full = status == "incomplete" and isinstance(details, Mapping) and details.get("reason") == "max_output_tokens"
@@ -172,7 +172,7 @@ def _refuse_partial(response: Any) -> None:
 
 
 async def _event(socket: aiohttp.ClientWebSocketResponse) -> Mapping[str, Any]:
-    """Receive an event; Failure if it is an error, is malformed, or the connection has ended."""
+    """Receive an event. Raises Failure: it is an error event or malformed, or the connection has ended."""
     message = await socket.receive()
     if message.type is not aiohttp.WSMsgType.TEXT:
         raise Failure(BROKEN, f"the connection ended with code {socket.close_code}: {message.extra or ''}".rstrip(": "))

@@ -1,4 +1,4 @@
-"""A run as a table and as JSON."""
+"""Writes the results of a run as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ROWS: Mapping[str, tuple[str, float]] = {
     "longest_gap_s": ("longest gap of an answer, ms", 1e3),
     "client_lag_s": ("lag of this client, ms", 1e3),
 }
-"""Name and factor of each measure, in the order of the table."""
+"""(name in the table, factor from seconds to its unit) by measure, in the order of the table."""
 
 
 def table(found: Figures, title: str) -> Group:
-    """Return the figures for a terminal."""
+    """Return a `rich` table of the measures, followed by lines with the other figures."""
     rows = Table(title=title)
     rows.add_column("")
     for name in COLUMNS:
@@ -58,6 +58,6 @@ def _lines(found: Figures) -> Iterator[str]:
 
 
 def as_json(settings: Mapping[str, Any], found: Figures, answers: Sequence[Answer]) -> bytes:
-    """Return settings, figures and every answer, in seconds."""
+    """Return the JSON file with the settings, the figures, and the times of every answer in seconds."""
     document = {"settings": settings, "figures": asdict(found), "answers": [asdict(answer) for answer in answers]}
     return msgspec.json.format(msgspec.json.encode(document), indent=1)

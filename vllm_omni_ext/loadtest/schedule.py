@@ -1,4 +1,4 @@
-"""Times at which requests begin: a number of requests at a time, or a Poisson process, independent of the answers."""
+"""Starts the requests of a run: with a fixed number of simultaneous requests, or at the times of a Poisson process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from vllm_omni_ext.loadtest.answers import Answer, Clock
 
 One = Callable[[int, float | None], Awaitable[Answer]]
-"""Sends request `number`; its due time on the run's clock, None: now."""
+"""Sends a request; takes the request's number, and its scheduled start on the run's clock (None: now)."""
 
 
 def arrivals(requests: int, rate: float, seed: int) -> list[float]:
-    """Return the times of a Poisson process, in seconds from its beginning: `requests` of them, `rate` a second."""
+    """Return the first `requests` times, in seconds, of a Poisson process with `rate` events per second."""
     gaps = np.random.default_rng(seed).exponential(1.0 / rate, requests)
     times: list[float] = np.cumsum(gaps).tolist()
     return times
 
 
 async def closed_loop(requests: int, concurrency: int, one: One) -> list[Answer]:
-    """Send `requests`, `concurrency` at a time: the next one begins when one has ended."""
+    """Send `requests` requests, `concurrency` at a time. Each end of a request starts the next request."""
     numbers, answers = iter(range(requests)), []
 
     async def client(numbers: Iterator[int]) -> None:
@@ -35,7 +35,7 @@ async def closed_loop(requests: int, concurrency: int, one: One) -> list[Answer]
 
 
 async def open_loop(times: Sequence[float], one: One, clock: Clock) -> list[Answer]:
-    """Send a request at each of the times, in seconds from now, also while earlier ones are unanswered."""
+    """Send a request at each of the times, in seconds from now, independent of the answers to earlier requests."""
     began = clock()
     async with asyncio.TaskGroup() as requests:
         tasks = []

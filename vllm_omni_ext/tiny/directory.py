@@ -1,4 +1,4 @@
-"""The directory that contains a tiny checkpoint, and the marker that allows to overwrite it."""
+"""Prepares the directory of a tiny checkpoint. A marker file allows a later command to overwrite the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from vllm_omni_ext.errors import ConfigError
 
 MARKER = "tiny_checkpoint.json"
-"""Describes the checkpoint, and is written first: only a directory with this file is overwritten."""
+"""File that describes the checkpoint. It is written first, since only a directory with this file is overwritten."""
 
 
 def make_room(path: Path, files: Sequence[str]) -> None:
-    """Create the directory, or remove those of `files` from it that an earlier checkpoint left.
+    """Create the directory, or remove the marker and `files` of an earlier checkpoint from it.
 
     Raises:
         ConfigError: the path is a file, or a directory with files that were not written by this command.
@@ -32,5 +32,5 @@ def make_room(path: Path, files: Sequence[str]) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write one JSON file, indented."""
+    """Write an indented JSON file in UTF-8."""
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
