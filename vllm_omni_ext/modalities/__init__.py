@@ -1,1 +1,1 @@
-"""Kinds of output: how an answer of each kind is assembled, streamed, counted and returned offline."""
+"""Output modalities (text, audio, image): each one assembles, streams and counts its outputs in answers."""

@@ -1,1 +1,1 @@
-"""Records of requests, and their exports: metrics, the response, a trace file, OpenTelemetry."""
+"""Records the times of requests, and exports them as metrics, in responses, and as OpenTelemetry spans."""

@@ -112,7 +112,7 @@ class ReplicaStats:
         return manager
 
     def add(self, replica: ReplicaId, config: VllmConfig) -> None:
-        """Create the time series of a connected replica, unless they exist; set the labels of its cache config."""
+        """Create the time series of a connected replica, unless they exist; write its cache config as a metric."""
         number = self._numbers.of(replica)
         if number not in self._managers:
             self._managers[number] = self._manager([number])
@@ -176,7 +176,7 @@ class ReplicaLogger(PrometheusStatLogger):
     _gauge_cls = StepGauge
     stats: ClassVar[ReplicaStats]
     alone: ClassVar[bool]
-    """Whether no other process sets the same gauges."""
+    """Whether this is the only process that sets the gauges."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         super().__init__(vllm_config, engine_indexes)

@@ -17,7 +17,7 @@ class StageTiming:
 
     Attributes:
         sent: time at which the request was sent to the stage.
-        waited: seconds in the engine's queue before the request was first scheduled; None before the first output.
+        waited: seconds in the engine's queue before the request was first scheduled; None: not reported yet.
         first, last: times of the first and the latest output; None before the first output.
         tokens: number of generated tokens (for a codec stage: frames, and the end mark).
     """

@@ -29,7 +29,7 @@ from vllm_omni_ext.serving.operator_calls import TARGETS, Targets, known_paramet
 from vllm_omni_ext.serving.responses import BadRequest
 
 NS_PER_NUMBER = 1_000_000
-"""Divides nanoseconds into milliseconds: adapter numbers begin at the start time of the API server in milliseconds."""
+"""Nanoseconds per adapter number: numbers begin at the start time of the API server, in milliseconds."""
 
 
 class LoadAdapter(LoadLoRAAdapterRequest):
@@ -113,7 +113,7 @@ class Adapters:
         return report(replies) if replies else _as_vllm(answer)
 
     async def unload(self, request: UnloadAdapter, targets: list[str] | None) -> Response:
-        """Remove an adapter from the targets (None: none), and its name if they are all replicas of a stage or None."""
+        """Remove an adapter from the targets. Remove its name if the targets are None, or all replicas of a stage."""
         adapter = self._stock.lora_requests.get(request.lora_name)
         if targets is not None:
             self._check(targets)

@@ -41,7 +41,7 @@ class TextOutputs:
         self._tokens = 0
 
     def output(self, prompt: Sequence[int], chunk: TextChunk | None = None) -> RequestOutput:
-        """Return the output for a chunk; None: the final output of a request that made no text.
+        """Return the output for a chunk; None: the final output of a request without text.
 
         The chunks contain no token ids, so the output has as many zeros as the text has tokens.
         """
@@ -142,7 +142,7 @@ class ChatAnswer:
         if self.metrics:
             stock = {} if response.metrics is None else response.metrics.model_dump(exclude_none=True)
             response.metrics = PerRequestMetrics(**stock, **self.stage_metrics())
-        if self.modalities and not response.choices[0].message.tool_calls:  # a tool call is not spoken
+        if self.modalities and not response.choices[0].message.tool_calls:  # tool calls have no sound
             await self._assemble(response)
         if self.prompt_audio:
             details = response.usage.prompt_tokens_details or PromptTokenUsageInfo()

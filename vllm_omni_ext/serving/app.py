@@ -38,7 +38,7 @@ from vllm_omni_ext.serving.served import ServedModel
 logger = init_logger(__name__)
 
 IMAGE_PIXELS = "VLLM_MAX_IMAGE_PIXELS"
-"""Environment variable that vLLM reads for every image, before it decodes the image."""
+"""Environment variable with vLLM's limit of an image's pixels; vLLM reads it before it decodes an image."""
 
 MAX_IMAGE_PIXELS = 64_000_000
 """Value of VLLM_MAX_IMAGE_PIXELS if the user sets none."""
@@ -182,7 +182,7 @@ def add_chat_fields(app: FastAPI, model: ServedModel) -> None:
 
 
 def chat_fields(model: ServedModel) -> dict[str, Any]:
-    """Return the JSON schemas, by name, of the fields that are neither vLLM's nor declared by the model."""
+    """Return the JSON schemas, by name, of this package's fields in chat requests, without those of the model."""
     names = list(model.capabilities.modalities)
     fields: dict[str, Any] = {
         MODALITIES: {"type": "array", "items": {"type": "string", "enum": names}},

@@ -52,7 +52,7 @@ CHECKED_BY_VLLM = ("wav", "mp3")
 """Formats that vLLM's request type allows, which is OpenAI's."""
 
 NO_RESAMPLER = "the sound's sample rate is not the model's; to change it the server needs soxr, scipy, av or torchaudio"
-"""Message for a PackageNotFoundError, which vLLM raises if its own package is not installed under the name `vllm`."""
+"""Message for the PackageNotFoundError that vLLM raises for a missing resampler if its package is not named `vllm`."""
 
 
 class OmniServingChat(OpenAIServingChat):
@@ -287,7 +287,7 @@ def transcripts_for_assistant_audio(messages: list[Any]) -> None:
 
 
 class ToolCallWatch:
-    """Parses one answer during generation, and calls `found` at its first tool call. The parser keeps its state."""
+    """Parses one answer during generation, and calls `found` at its first tool call. A parser is for one answer."""
 
     def __init__(self, parser: Parser, request: ChatCompletionRequest, found: Callable[[], Awaitable[None]]) -> None:
         self._parser: Parser | None = parser

@@ -25,7 +25,7 @@ class DirectAnswer(ABC):
     media_type: str | None
     """MIME type of a streamed answer; None: the answer is sent as a whole."""
     error_event: ClassVar[str]
-    """Name of the event that reports a failure in a stream of events."""
+    """Name of the server-sent event that reports a failure after the stream has started."""
 
     @abstractmethod
     def start(self, model: ServedModel, request_id: str) -> AsyncGenerator[Any, None]:

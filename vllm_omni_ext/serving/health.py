@@ -147,7 +147,7 @@ def _obstacles(omni: AsyncOmni, kind: str | None) -> list[str]:
 
 
 def _requests(omni: AsyncOmni) -> dict[str, str]:
-    """Return UP for each kind of requests whose needed stages all have a live replica, else DOWN."""
+    """Return UP for each kind of request if all stages that such requests need have a live replica, else DOWN."""
     return {
         kind: UP if all(_live(omni, name) for name in needed_stages(omni, needed)) else DOWN
         for kind, needed in omni.capabilities.routes.items()

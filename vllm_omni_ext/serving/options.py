@@ -61,7 +61,7 @@ Values = dict[str, tuple[str, Any]]
 
 
 def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ...]:
-    """Return the modalities of an answer (None: the model's default). Raises RequestError: unknown, empty, no list."""
+    """Return the modalities of an answer (None: the model's default). RequestError: not a list, empty or unknown."""
     if requested is None:
         return capabilities.default_modalities
     allowed = ", ".join(capabilities.modalities)
@@ -83,7 +83,7 @@ def read_chunks(requested: Any) -> Mapping[str, Any]:
 
 
 class RequestFields:
-    """The request fields that a model declares in `ModelRuntime.fields`."""
+    """Reads and checks the request fields that a model declares in `ModelRuntime.fields`."""
 
     def __init__(self, kind: type[BaseModel]) -> None:
         self._kind = kind

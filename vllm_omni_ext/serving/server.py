@@ -363,5 +363,5 @@ class HeadConnection:
                 self.send(messages.ChangeApplied(change_id))
             case messages.ChangeApplied(change_id):
                 complete = self._incomplete.pop(change_id, None)
-                if complete is not None and not complete.done():  # the future is done if the caller was cancelled
+                if complete is not None and not complete.done():  # None: another API server's change
                     complete.set_result(None)

@@ -84,7 +84,7 @@ async def create_speech(request: SpeechRequest, raw_request: Request) -> Respons
 
 @router.get("/v1/audio/voices")
 async def list_voices(raw_request: Request) -> dict[str, Any]:
-    """Return the speakers of the checkpoint."""
+    """Return the names of the checkpoint's speakers, and the default speaker."""
     card = raw_request.app.state.omni_serving_speech.model.capabilities.card
     return {name: card[name] for name in VOICES_OF_CARD if name in card}
 

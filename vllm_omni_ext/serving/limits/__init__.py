@@ -1,1 +1,1 @@
-"""Limits of what a client may make the HTTP server read, hold, fetch, decode and tokenize."""
+"""Limits the bytes, media, fetches and tokens that a client's request makes the HTTP server process."""

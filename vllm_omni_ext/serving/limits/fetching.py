@@ -71,7 +71,7 @@ class Rules:
         return cls(names, tuple(networks), EVERYTHING in words, frozenset(domains))
 
     def check_url(self, url: URL) -> None:
-        """Raise FetchRefused if the URL's scheme is not http or https, or its host is not in `domains`."""
+        """Raise FetchRefused if the URL's scheme is not http or https, or its host is missing or not in `domains`."""
         if url.scheme not in ("http", "https") or not url.raw_host:
             raise FetchRefused("only http and https URLs of a host are fetched")
         if self.domains and url.raw_host not in self.domains:
@@ -96,7 +96,7 @@ def for_everybody(address: Address) -> bool:
 
 
 def destinations(address: Address) -> Iterator[Address]:
-    """Yield the addresses that a connection to `address` may reach: itself, or the IPv4 addresses embedded in it."""
+    """Yield the addresses that a connection to `address` can reach, including IPv4 addresses embedded in `address`."""
     if isinstance(address, ipaddress.IPv4Address):
         yield address
     elif address.ipv4_mapped is not None:

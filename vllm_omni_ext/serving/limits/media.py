@@ -32,7 +32,7 @@ STOCK = "http"
 """Name of vLLM's own connector, which `install` replaces. A connector set by VLLM_MEDIA_CONNECTOR is not replaced."""
 
 EARLIEST_FAILURE_S = 0.5
-"""Least seconds until a failure is reported, so that its time does not reveal whether a port in our network is open."""
+"""Seconds before which no failure is reported, so that its time does not reveal whether a port nearby is open."""
 
 MOST_BYTES = 1 << 30
 """Limit of the bytes of fetched, undecoded media that an API server holds at a time."""

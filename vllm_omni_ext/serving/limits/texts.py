@@ -46,7 +46,7 @@ def install(app: FastAPI, renderer: Any) -> None:
 
 
 def _tokenize(renderer: Any, prompt: dict[str, Any], params: TokenizeParams) -> Any:
-    """Replaces `BaseRenderer._tokenize_prompt`. Without a limit in `params` (`/tokenize`), it is the context length.
+    """Replaces `BaseRenderer._tokenize_prompt`. Without a limit in `params` (`/tokenize`), the context is the limit.
 
     Raises:
         VLLMValidationError: the text has more tokens than the limit, and `params` do not allow truncation.

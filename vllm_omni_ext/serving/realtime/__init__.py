@@ -1,1 +1,1 @@
-"""The Realtime API."""
+"""Implements OpenAI's Realtime API, `/v1/realtime`."""

@@ -1,4 +1,4 @@
-"""Runs small ONNX models on the CPU: one InferenceSession per file and process, each call in a separate thread."""
+"""Runs small ONNX models on the CPU, with one InferenceSession per file and process. `aside` runs calls in threads."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ class Pacer:
         self._cancelled_ms: float | None = None
 
     def due(self, now: float) -> float:
-        """Return the seconds until the next piece may be sent; ValueError after `cancel`."""
+        """Return the seconds until the next piece can be sent. Raises ValueError: `cancel` was called."""
         self._refuse_cancelled()
         return max(0.0, self._player.unplayed(now) - self._ahead_s)
 
     def sent(self, ms: float, now: float) -> None:
-        """Record that a piece of `ms` was sent; ValueError if `ms` is negative, or after `cancel`."""
+        """Record that a piece of `ms` milliseconds was sent. Raises ValueError: `ms` < 0, or `cancel` was called."""
         self._refuse_cancelled()
         if ms < 0:
             raise ValueError(f"ms must not be negative, got {ms}")

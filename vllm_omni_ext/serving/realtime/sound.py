@@ -32,7 +32,7 @@ class Sound:
 
     @property
     def ms(self) -> float:
-        """Length in milliseconds."""
+        """Duration in milliseconds."""
         return len(self.data) / BYTES_PER_MS[self.format["type"]]
 
     def at_least(self, ms: float) -> Sound:

@@ -18,7 +18,7 @@ LEAST_SPEECH_MS = 64.0
 """Least duration of speech that begins a turn; shorter sounds are e.g. clicks."""
 
 PAUSE_MS = 200.0
-"""Silence after which semantic detection computes whether the turn is complete."""
+"""Milliseconds of silence after which semantic detection computes whether the turn is complete."""
 
 COMPLETE = 0.5
 """Least probability at which a turn is regarded as complete."""
