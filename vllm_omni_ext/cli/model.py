@@ -55,7 +55,7 @@ def model_facts(
     """Return the facts that the planner needs of each stage: weight sizes, context length, default parameters.
 
     Args:
-        params: default parameters by stage.
+        params: configured parameters by stage.
     """
     if not family.facts:
         return {}

@@ -1,1 +1,1 @@
-"""Accuracy suites: requests with right answers, sent to running servers, scored and compared with an earlier run."""
+"""Sends suites (requests with expected answers) to servers, scores the answers, and compares them with earlier runs."""

@@ -1,1 +1,1 @@
-"""Load of spoken answers on a server with OpenAI's APIs, and the times at its clients."""
+"""Sends requests for spoken answers to a server with OpenAI's APIs, and measures the times at the client."""
