@@ -57,7 +57,7 @@ class Progress:
         return self._clock() - self._since
 
     def never_up(self, omni: AsyncOmni) -> list[str]:
-        """Return the stages that requests need and that had `min_replicas` live replicas at no probe, including now."""
+        """Return the stages that requests need and that have had fewer than `min_replicas` at each probe until now."""
         needed = needed_stages(omni)
         self._seen.update(name for name in needed if _lack(omni, name) is None)
         return [name for name in needed if name not in self._seen]

@@ -1,4 +1,4 @@
-"""Refuses too long texts early: tokenization stops once a text has more tokens than the context length.
+"""Refuses texts that exceed the context length early: tokenization stops when the limit is exceeded.
 
 vLLM refuses a text without tokenization only if it has more characters than the context length times the length of the
 longest token. All other texts are tokenized completely. The longest token of a vocabulary has 100 characters or more,

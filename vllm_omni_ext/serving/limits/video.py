@@ -42,7 +42,7 @@ OpenCV decodes every frame up to the last sampled one, at 400 to 1200 frames/s f
 enough for half an hour of video. An endless file occupies one of vLLM's eight media threads for this time."""
 
 GRACE_S = 5.0
-"""Seconds between the end of TIMEOUT_S, when a process's own timer ends it, and the time when the caller kills it."""
+"""Seconds after TIMEOUT_S at which the caller kills a process that its own timer has not ended."""
 
 MEMORY_BYTES = 8 << 30
 """Limit of the address space of a process, in addition to its size at the start.

@@ -172,7 +172,7 @@ class TurnDetector:
         self._idle_from = None if self.speaking or self._settings.idle_timeout_ms is None else at_ms
 
     def drop(self, before_ms: float) -> None:
-        """End the current turn without an event: the client has committed or cleared the sound before `before_ms`."""
+        """Exclude the sound before `before_ms`, which the client committed or cleared; end a turn without an event."""
         self._free_from = max(self._free_from, before_ms)
         self._started = self._candidate = self._silent_from = None
 
