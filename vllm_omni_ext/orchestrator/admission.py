@@ -1,4 +1,4 @@
-"""Turns options into requests: tickets, one plan per request, and the plan's parameters for vLLM."""
+"""Plans requests between vLLM's handlers and the orchestrator: registers their options, and starts their flows."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from vllm_omni_ext.wire.stage_input import RESERVED, TICKET
 
 @dataclass(kw_only=True)
 class Ticket:
-    """A request on its way through vLLM's handlers to the orchestrator.
+    """The options and the plan of a request, kept here while vLLM's handlers process the request.
 
     Attributes:
         all_text: each output has all text so far, also if the handler needs the last output only.
-        watch: called with the observer's record of the request; of each answer, if there are several.
+        watch: called with the observer's record of the request; with `n` answers, once for each.
         planned: the plan; None before `Admission.admit`.
         actions: the first actions of the flow.
-        sink: the queue of its chunks; None if it has no chunks.
+        sink: the queue for the chunks and errors of the request; None if only the frontend answers it.
     """
 
     options: RequestOptions
@@ -45,15 +45,15 @@ class Ticket:
 
     @property
     def forwarded(self) -> bool:
-        """Whether the request uses the frontend."""
+        """Whether the flow sends the client's request to the frontend."""
         return any(isinstance(action, Forward) for action in self.actions)
 
 
 class Admission:
     """Plans requests; one per API server.
 
-    A ticket is registered under a key in `extra_args[TICKET]`, which vLLM copies: from the handler to `generate`, and
-    from there to the engine request. Each way has a key of its own, which clients cannot guess.
+    A ticket is registered under a random key, which clients cannot guess. `extra_args[TICKET]` holds the key; vLLM
+    copies it from the handler to `generate`. A second key is used from `generate` to the engine request.
 
     Args:
         model_frontend: the frontend's name in flows.
@@ -98,22 +98,22 @@ class Admission:
         """Register a request before it is submitted; return the key for its `extra_args[TICKET]`.
 
         Raises:
-            RequestError: the options cannot be met.
+            RequestError: the options are invalid.
         """
         self._runtime.validate(ticket.options)
         return self._register(ticket)
 
     def withdraw(self, key: str) -> None:
-        """Drop a ticket that is used or no longer needed; unknown keys are ignored."""
+        """Remove the ticket with this key; an unknown key is ignored."""
         self._tickets.pop(key, None)
 
     def ticket(self, params: Any, options: RequestOptions | None) -> Ticket:
-        """Return a request's ticket: a new one for given options, or the announced one, or one for the default options.
+        """Return a request's ticket: a new one for `options`, the one registered by `expect`, or one for the defaults.
 
         Removes the keys of `extra_args` that stages read: clients must not set them.
 
         Raises:
-            RequestError: the options cannot be met.
+            RequestError: `options` are invalid.
         """
         extra = getattr(params, "extra_args", None) or {}
         key = extra.get(TICKET)
@@ -128,7 +128,7 @@ class Admission:
         return announced or Ticket(options=self._default)
 
     def admit(self, ticket: Ticket, request: Rendered, *, answers: int = 1) -> None:
-        """Plan a request; called once per request.
+        """Check and plan a request, and store the plan in its ticket; called once per request.
 
         Raises:
             RequestError: the request cannot be served.
@@ -156,9 +156,9 @@ class Admission:
                 )
 
     def attach(self, ticket: Ticket, request: EngineCoreRequest) -> str:
-        """Write the plan's parameters into the client's engine request; returns the key that leads back to the ticket.
+        """Write the plan's parameters into the client's engine request; register the ticket for `open`, return its key.
 
-        `withdraw` must follow when the request has ended.
+        The caller must pass the key to `withdraw` when the request has ended.
         """
         params, planned, key = request.sampling_params, ticket.planned, self._register(ticket)
         assert params is not None and planned is not None
@@ -168,7 +168,7 @@ class Admission:
         return key
 
     async def open(self, request: EngineCoreRequest) -> None:
-        """Begin a request that vLLM has accepted; with several answers (`n`), vLLM calls this for each answer."""
+        """Start the flow of a client's engine request; with several answers (`n`), vLLM calls this for each answer."""
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
         ticket = self._tickets.get(extra.get(TICKET, "")) or Ticket(options=self._default)
@@ -179,7 +179,7 @@ class Admission:
     async def start(
         self, ticket: Ticket, request_id: str, external_id: str, request: EngineCoreRequest | None = None
     ) -> None:
-        """Begin a request; `request` is None if it does not use the frontend."""
+        """Start the flow of a request; `request` is None if the flow does not use the frontend."""
         planned = ticket.planned or Planned(flow=ForwardFlow(self._frontend))
         await self._orchestrator.open(
             Opened(

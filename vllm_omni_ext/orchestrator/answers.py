@@ -1,4 +1,4 @@
-"""Answers as async iterators for callers."""
+"""Async generators that yield the answer of a request: from its queue, merged, and with a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDED = object()
 
 
 async def chunks(sink: asyncio.Queue[Any]) -> Answer:
-    """Yield the flow's chunks up to the last; raises the error that ended the request."""
+    """Yield the chunks from a request's queue up to `END`; raise an error that is in the queue."""
     while (item := await sink.get()) is not END:
         if isinstance(item, BaseException):
             raise item
@@ -25,7 +25,7 @@ async def chunks(sink: asyncio.Queue[Any]) -> Answer:
 
 
 async def merged(*sources: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of several sources in order of arrival; the first error ends all. Closes `sources`."""
+    """Yield the items of several sources in order of arrival; raise the first error. Closes `sources`."""
     out = asyncio.Queue[Any]()
     tasks = [asyncio.create_task(_pump(source, out)) for source in sources]
     left = len(tasks)
@@ -50,14 +50,14 @@ async def _pump(source: AsyncGenerator[Any, None], out: asyncio.Queue[Any]) -> N
             async for item in source:
                 out.put_nowait(item)
         out.put_nowait(_ENDED)
-    except Exception as error:  # raised again in the consumer; vLLM may have wrapped ours
+    except Exception as error:  # `merged` raises it; vLLM may have wrapped an error of this package
         cause = error.__cause__
         wrapped = isinstance(cause, OmniError) and not isinstance(error, OmniError)
         out.put_nowait(cause if wrapped else error)
 
 
 async def with_first(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield an item that was taken from a source already, then the rest of the source. Closes `rest`."""
+    """Yield `first`, which was read from a source before, then the rest of the source. Closes `rest`."""
     async with contextlib.aclosing(rest):
         yield first
         async for item in rest:

@@ -1,4 +1,4 @@
-"""Builds vLLM's `EngineCoreRequest`s from the machine's effects."""
+"""Builds vLLM's `EngineCoreRequest`s from the effects of the request machine."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from vllm_omni_ext.plugins.flow import Extend, Open, Submit
 from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PART, RESUMED, PartHeader, StageInput
 
 _CHUNK_PARAMS = SamplingParams()
-"""A template to copy: vLLM validates new parameters, which takes longer than all other work for a chunk."""
+"""Template that is copied for each chunk: creating parameters takes longer than all other work, as vLLM validates."""
 for _name in ("stop", "stop_token_ids", "bad_words", "skip_reading_prefix_cache"):
     setattr(_CHUNK_PARAMS, _name, None)  # a third of a chunk's message; the engine fills them in when it reads them
 
 SHORTEST_PROMPT = 2
-"""Tokens. The decode stage always computes the last prompt token, so a shorter prompt leaves nothing to transfer."""
+"""Shortest prompt, in tokens, that is sent to a prefill stage. The decode stage always computes the last prompt token,
+so a shorter prompt has no KV cache to transfer."""
 
 
 def client_request(request: EngineCoreRequest) -> m.ClientRequest:
-    """Return a client's request with the facts that the machine needs."""
+    """Return a client's request with the properties that decide which replicas may run it."""
     return m.ClientRequest(
         request=request,
         can_split=can_be_split(request),
@@ -41,9 +42,9 @@ def client_request(request: EngineCoreRequest) -> m.ClientRequest:
 def can_be_split(request: EngineCoreRequest) -> bool:
     """Return whether a prefill stage may compute the prompt; otherwise one engine does prefill and decode.
 
-    Prompt logprobs are made where the prompt is computed, and a request that must not read the prefix cache cannot use
-    a transferred KV cache. (The skip-prefix-cache rule for exported hidden states concerns only the engine of the
-    prompt.)
+    Only the engine that computes the prompt can return prompt logprobs. A request that must not read the prefix cache
+    cannot use a transferred KV cache. A request that skips the prefix cache only to export hidden states can be split:
+    the prefill engine exports them.
     """
     params, prompt = request.sampling_params, request.prompt_token_ids
     if params is None or prompt is None or len(prompt) < SHORTEST_PROMPT or request.prompt_embeds is not None:
@@ -52,7 +53,7 @@ def can_be_split(request: EngineCoreRequest) -> bool:
 
 
 def can_resume(request: EngineCoreRequest) -> bool:
-    """Return False for requests with more state than their tokens: a grammar's state, or prompt logprobs."""
+    """Return whether another engine can continue the request from its tokens: not with a grammar or prompt logprobs."""
     params = request.sampling_params
     return (
         params is not None
@@ -63,11 +64,11 @@ def can_resume(request: EngineCoreRequest) -> bool:
 
 
 class EngineRequests:
-    """Builds engine requests.
+    """Builds the engine request for each `Send` effect.
 
     Args:
         defaults: default parameter fields, by stage.
-        types: parameter types of stages with their own type, by stage.
+        types: constructors of stage parameters, by stage; `SamplingParams` for a missing stage.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EngineRequests:
         types: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self._defaults = defaults
-        # Taken once: the clock that all hosts share may be set back, which must not change the order of parts.
+        # Computed once: a wall clock that is set back must not change the order of parts.
         self._clock_offset = time.time() - time.monotonic()
         self._types = types
         self._makers: dict[type, Callable[[Any], EngineCoreRequest]] = {
@@ -89,11 +90,14 @@ class EngineRequests:
         }
 
     def make(self, send: m.Send) -> EngineCoreRequest:
-        """Return the engine request for one effect; raises vLLM's errors for wrong parameters."""
+        """Return the engine request for one effect; raise vLLM's errors for wrong parameters."""
         return self._makers[type(send)](send)
 
     def _parameters(self, stage: str, given: Any) -> tuple[SamplingParams, Any]:
-        """Return (vLLM's parameters, the stage's own parameters as plain data if it has its own type)."""
+        """Return (vLLM's parameters, the stage's own parameters as plain data or None).
+
+        The second value is set if the stage's parameters are not vLLM's `SamplingParams`.
+        """
         params = self._types.get(stage, SamplingParams)(**self._defaults.get(stage, {})) if given is None else given
         if isinstance(params, SamplingParams):
             return (params if given is None else params.clone()), None
@@ -129,7 +133,7 @@ class EngineRequests:
         return self._in_stream(send.engine_id, send.action, PartHeader.end(send.stream), None)
 
     def _priority(self, action: Submit) -> int:
-        """Return the time at which a part is due as vLLM's priority, in milliseconds; the lowest goes first."""
+        """Return vLLM's priority of a part: its due time in milliseconds. vLLM schedules the lowest first."""
         due = time.monotonic() if action.due is None else action.due
         return round(1e3 * (due + self._clock_offset))
 
@@ -148,7 +152,7 @@ class EngineRequests:
 
 
 def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
-    """Return the client's request for one side of the frontend."""
+    """Return the client's request, adapted for prefill, decode or both."""
     request = _recomputed(send.request) if send.recompute else _resumed(send.request, send.tokens)
     match send.side:
         case "prefill":
@@ -160,7 +164,7 @@ def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
 
 
 def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreRequest:
-    """Return the request that continues after these tokens: they become part of its prompt."""
+    """Return the request with generated tokens appended to its prompt, so that it continues after them."""
     if not tokens:
         return request
     assert request.sampling_params is not None and request.prompt_token_ids is not None
@@ -176,7 +180,7 @@ def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreReq
 
 
 def _recomputed(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return a request that computes the same prompt and generates one token, the minimum of an engine."""
+    """Return a request that computes the same prompt and generates one token, the fewest that vLLM allows."""
     assert request.sampling_params is not None
     params = request.sampling_params.clone()
     params.max_tokens, params.min_tokens = 1, 0
@@ -209,7 +213,7 @@ def _decode(request: EngineCoreRequest, engine_id: str, transfer: Mapping[str, A
 
 
 def _kv_release(send: m.SendKVRelease) -> EngineCoreRequest:
-    """Return the message to any decode engine that a KV cache will not be fetched. It ends at once, without an output.
+    """Return a request that releases a KV cache, for any decode engine. It ends at once, without an output.
 
     vLLM's `AsyncLLM.notify_kv_transfer_request_rejected` builds the same message.
     """
@@ -218,7 +222,7 @@ def _kv_release(send: m.SendKVRelease) -> EngineCoreRequest:
 
 
 def _chunk(send: m.SendChunk) -> EngineCoreRequest:
-    """Return a chunk for an open request: the same id, without a prompt."""
+    """Return a request that carries a chunk for an open request: it has the same id and no prompt of its own."""
     params = copy(_CHUNK_PARAMS)
     params.extra_args = {CHUNK: _stage_input(send.action)}
     return msgspec.structs.replace(_request(send.engine_id, FILLER, sampling=params), resumable=True)

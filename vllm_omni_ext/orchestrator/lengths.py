@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 SHORT = 4
-"""Texts of up to this many characters per token of the limit are tokenized at once, longer ones piece by piece."""
+"""A text with at most this many characters per token of the limit is tokenized whole, a longer one in pieces."""
 
 SMALLEST_PIECE = 4096
 
 CERTAIN = 2
-"""Tokenization stops when the pieces together have more than this many times the limit in tokens. Tokens that would
-cross the borders between pieces cannot make up for that."""
+"""Tokenization stops when the pieces have more than this many times the limit in tokens. Cutting a text into pieces
+adds fewer tokens than that, so the whole text is too long too."""
 
 
 def needed(tokenizer: Any, text: str, limit: int, *, from_end: bool = False) -> int:
-    """Return how many characters of a text certainly have more than `limit` tokens; all if the text is short enough.
+    """Return a number of characters that certainly have more than `limit` tokens, or the length of the text.
+
+    The length of the text is returned if no such number was found: the text may fit.
 
     Args:
-        tokenizer: vLLM's.
+        tokenizer: vLLM's tokenizer.
         from_end: count from the end of the text.
     """
     size, tokens, seen = max(SHORT * limit, SMALLEST_PIECE), 0, 0

@@ -1,9 +1,9 @@
-"""State machine of all requests: events in, effects out. Pure: no vLLM, no asyncio, no sockets, no clock.
+"""State machine of all requests: takes events, returns effects. Pure: no vLLM, no asyncio, no sockets, no clock.
 
-The machine owns the state of every request (`state.RequestState`). It executes the decisions of flows, binds requests
+The machine owns the state of every request (`state.RequestState`). It executes the actions of flows, binds requests
 to replicas, opens them again on another replica after a failure, queues them while a stage has no replica, fails them
-when input is late, and releases all their resources when they end. The placement decides where a request goes, the
-router how a prompt passes through the frontend.
+when input is late, and releases all their resources when they end. `Placement` selects the replica of a request.
+`PromptRouter` sends a prompt to the frontend, or to a prefill stage and then to a decode stage.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 
 
 class RequestMachine:
-    """All requests of one API server.
+    """Holds the state of all requests of one API server.
 
     Args:
         pools: one per stage; only the machine binds requests to replicas.
-        observer: gets the reports about requests; it decides nothing.
+        observer: records requests; it has no influence on effects.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class RequestMachine:
 
     @property
     def deadline(self) -> float:
-        """Time at which the machine must get `DeadlinePassed`; infinite while nothing waits."""
+        """Monotonic time in seconds at which `DeadlinePassed` must be handled; infinite while no request waits."""
         return self.placement.deadline
 
     def held(self) -> int:
-        """Number of entries that the machine holds for requests (0 when idle)."""
+        """Return the number of requests, bindings, waits and deadlines that are held (0 when idle)."""
         return len(self.requests) + len(self.placement)
 
     def unavailable(self, stages: Iterable[str]) -> str | None:
-        """Return the first of these stages (named as in flows) that has no replica and expects none, or None."""
+        """Return the first of these stages (named as in flows) that has no replica and can get none, or None."""
         planned = sorted(map(self._planned, stages))
         return next((stage for stage in planned if not self.placement.available(stage)), None)
 
@@ -120,7 +120,7 @@ class RequestMachine:
         self._effects.append(effect)
 
     def _planned(self, stage: str) -> str:
-        """Return the plan's name of a stage of the model: the decode side of a split stage."""
+        """Return the name in the plan of a stage named as in flows; for a split frontend, its decode stage."""
         return self.settings.frontend if stage == self._model_frontend else stage
 
     def _model_stage(self, stage: str) -> str:
@@ -179,7 +179,7 @@ class RequestMachine:
         state, frontend, now = prompt.state, self.settings.frontend, self.placement.now
         answers = self.router.output(prompt, event)
         self._keep(state, event)
-        if not answers:  # the stage that computes prompts
+        if not answers:  # an output of the prefill stage
             if event.payload is not None:
                 self._decide(state, frontend, Produced(self._model_frontend, payload=event.payload, at=now))
             if event.finish is not None and prompt.name in state.prompts:  # the flow has not ended the request
@@ -224,7 +224,7 @@ class RequestMachine:
     # -- decisions of flows -----------------------------------------------------------------------------------------
 
     def _decide(self, state: RequestState, stage: str, event: Produced) -> None:
-        """Let the flow decide on an event of a stage (named as in the plan), and execute its actions."""
+        """Pass an output of a stage (named as in the plan) to the flow, and execute the actions that it returns."""
         state.history.append((stage, len(event.tokens), event.finish, event.part))
         if state.finished:
             return
@@ -300,7 +300,7 @@ class RequestMachine:
         binding = self._binding(state, source, stage)
         state.done.discard(stage)
         replica = self.placement.bind(binding)
-        if source in state.stages_seen:  # before its first output, the source's own input may still be queued
+        if source in state.stages_seen:  # a source without an output may still be queued, so no input is due
             self.placement.input_sent(binding, last=action.last)
         if replica is None:
             return
@@ -310,10 +310,10 @@ class RequestMachine:
         self._out(m.SendOpen(replica, state.request_id, binding.name, action=action, params=params, budget=budget))
 
     def _check_length(self, stage: str, tokens: int) -> None:
-        """Refuse input with which the sequence is too long for the stage's engine, which does not check it.
+        """Raise RequestError if a sequence exceeds the stage's `max_model_len`; its engine does not check that.
 
         Args:
-            tokens: of the input, and of the shortest output.
+            tokens: length of the input, plus 1 if the stage generates tokens.
         """
         limit = self.settings.limits.get(stage)
         if limit is not None and tokens > limit:
@@ -332,13 +332,13 @@ class RequestMachine:
         self._check_length(stage, len(action.prompt) + (action.pooling_task is None))
         binding = self._binding(state, source, stage)
         if action.part == 0:
-            for engine_id in tuple(binding.engine_ids):  # of an older stream
+            for engine_id in tuple(binding.engine_ids):  # parts of an earlier stream
                 self.placement.unroute(binding, engine_id)
             state.done.discard(stage)
             if self.placement.bind(binding) is not None:
                 binding.streams += 1
         elif binding.replica is None:
-            return  # the stage has ended the stream, or will begin it again
+            return  # the stage has ended the stream, or the stream will restart with part 0
         self.placement.input_sent(binding, last=action.last)
         if (replica := binding.replica) is None:
             return
@@ -374,7 +374,7 @@ class RequestMachine:
             self._fail(state, event.stage, event.error)
 
     def _fail(self, state: RequestState, stage: str, error: Exception) -> None:
-        """End a request in all stages, with an error for the caller, unless it has ended."""
+        """End a request in all stages, and send its caller the error; do nothing if it has ended already."""
         if self.requests.get(state.request_id) is not state:
             return
         if not isinstance(error, OmniError):
@@ -408,8 +408,8 @@ class RequestMachine:
     def _finish_flow(self, state: RequestState) -> None:
         """End the flow: release all resources of the request outside the frontend."""
         state.finished = True
-        # After a failover, a replica that opened the hidden states may have died, so closing them elsewhere frees
-        # nothing.
+        # A stage frees the hidden states that it has read. After a failover, the replica that read them may have died,
+        # so the stage frees nothing.
         replayed = any(binding.replays for binding in state.bindings.values())
         self._free_hidden_states(state, taken=bool(state.stages_seen - {*self.router.stages}) and not replayed)
         for binding in state.bindings.values():
@@ -429,7 +429,7 @@ class RequestMachine:
         """Free the hidden states that replicas store for a request.
 
         Args:
-            taken: a consumer has read one copy and frees that copy itself; the other copies are freed here.
+            taken: a stage has read one copy, and frees it itself. If that is the only copy, nothing is sent.
         """
         if len(state.hidden_states) > taken:
             for replica, _, name in sorted(state.hidden_states):
@@ -437,14 +437,14 @@ class RequestMachine:
         state.hidden_states.clear()
 
     def _withdraw(self, binding: Binding) -> None:
-        """Remove a request from a stage that may still have it."""
+        """End a request in one stage: abort its engine requests, and end its stream."""
         part, binding.part = binding.part, None
         if (released := self.placement.release(binding)) is None:
             return
         replica, engine_ids = released
         if engine_ids:
             self._out(m.AbortEngineRequests(replica, engine_ids))
-        if part is not None:  # harmless if the stream has ended meanwhile
+        if part is not None:  # without effect if the stream has ended meanwhile
             stream = binding.stream
             self._out(m.SendStreamEnd(replica, binding.state.request_id, f"{stream}/end", stream=stream, action=part))
 
@@ -462,7 +462,7 @@ class RequestMachine:
         self.placement.freed.add(event.replica.stage)
 
     def _replica_up(self, event: m.ReplicaUp) -> None:
-        """Send the requests that wait for the stage to the replica."""
+        """Add the replica to its pool, and open the requests that wait for its stage."""
         replica = event.replica
         self.placement.announced.discard(replica)
         self.placement.pools[replica.stage].add(replica)
@@ -472,9 +472,9 @@ class RequestMachine:
             self._place_again(binding, "it could not be opened")
 
     def _replica_lost(self, event: m.ReplicaLost) -> None:
-        """Move the requests of a lost replica to other replicas, at once or when one is up.
+        """Open the requests of a lost replica on other replicas of the stage, at once or when one is up.
 
-        If no replica will come, all requests that need the stage fail.
+        If the stage has no replica and can get none, all requests that need it fail.
         """
         replica, reason = event.replica, f"replica {event.replica} is gone: {event.reason}"
         lost, fatal = self.placement.lose(replica, ended=event.ended)
@@ -490,12 +490,12 @@ class RequestMachine:
         self._give_up(replica.stage, reason)
 
     def _replica_ended(self, event: m.ReplicaEnded) -> None:
-        """Count an end that follows a silence, and fail the requests of a third one."""
+        """Count the end of a process that had stopped answering; fail requests that were lost `MOST_LOSSES` times."""
         for binding in self.placement.ended(event.replica):
             self._fail_fatal(binding, event.replica, f"replica {event.replica} is gone: {event.reason}")
 
     def _fail_fatal(self, binding: Binding, replica: ReplicaId, reason: str) -> None:
-        """Fail a request that has ended several replicas of a stage."""
+        """Fail a request because its stage has repeatedly lost the replica that had it."""
         losses = f"stage '{replica.stage}' has lost {binding.losses[replica.stage]} replicas that had this request"
         error = RequestFailed(f"{losses}, so it is not sent to another one; {reason}")
         self._fail(binding.state, replica.stage, error)
@@ -507,7 +507,7 @@ class RequestMachine:
         self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
 
     def _give_up(self, stage: str, reason: str) -> None:
-        """Fail the requests of a stage that has no replica and expects none."""
+        """Fail all requests that need the stage, if it has no replica and can get none."""
         if self.placement.available(stage) or stage in self.router.stages[:-1]:
             return
         waiting = [binding.state for binding in self.placement.waiting if binding.stage == stage]
@@ -517,7 +517,7 @@ class RequestMachine:
             self._fail(state, stage, StageUnavailable(reason))
 
     def _place_again(self, binding: Binding, reason: str) -> None:
-        """Open a request again in a stage that lost it; the request fails if that is impossible."""
+        """Open a request again in a stage where it lost its replica or waited for one; fail it if that fails."""
         state, stage = binding.state, binding.stage
         if state.prompts.get(binding.name) is not binding if isinstance(binding, Prompt) else state.finished:
             return  # it has ended meanwhile
@@ -529,7 +529,7 @@ class RequestMachine:
                 self._perform(state, binding.source, state.flow.replay(self._model_stage(stage)))
         except StageUnavailable as error:
             self._fail(state, stage, StageUnavailable(f"{reason}; {error}"))
-        except Exception as error:  # other lost requests must still be placed
+        except Exception as error:  # the other requests must still be placed
             failure = RequestFailed(f"{reason}; {error}")
             failure.__cause__ = error
             self._fail(state, stage, failure)

@@ -16,22 +16,22 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Base of the events. A Struct is created ten times faster than a frozen dataclass."""
+    """Base class of events. Creating a Struct takes a tenth of the time of a frozen dataclass."""
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """Base of the effects."""
+    """Base class of effects, which the orchestrator executes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRequest:
-    """The client's own engine request, for the frontend.
+    """The engine request that vLLM made from a client's request, for the frontend.
 
     Attributes:
         request: vLLM's `EngineCoreRequest`; the machine does not read it.
         can_split: a prefill stage may compute the prompt.
-        can_resume: another replica can continue from the prompt and the tokens; False if the request has more state.
-        session: requests of one session go to the same replica, as far as its load allows.
+        can_resume: another replica can continue from the prompt and the generated tokens.
+        session: id of a session; its requests are sent to the same replica unless that replica's load is too high.
         media: cache keys of the media items; placement prefers a replica that has processed them before.
     """
 
@@ -46,7 +46,7 @@ class ClientRequest:
 
 
 class Opened(Event, frozen=True, kw_only=True):
-    """A planned request begins.
+    """A planned request was submitted.
 
     Attributes:
         request_id: unique among all requests.
@@ -95,19 +95,19 @@ class Output(Event, frozen=True, kw_only=True):
 
 
 class TextStopped(Event, frozen=True):
-    """The API server found a stop string in the text: the frontend must stop, the other stages go on."""
+    """The API server found a stop string in the text: the request ends in the frontend, other stages continue."""
 
     request_id: str
 
 
 class TextOnly(Event, frozen=True):
-    """The client gets no more of the outputs other than the text: their stages end, the text goes on."""
+    """The client needs only the text from now on: the request ends in all stages but the frontend."""
 
     request_id: str
 
 
 class Aborted(Event, frozen=True):
-    """The caller has gone: the request ends. Unknown ids are ignored."""
+    """The caller aborts the request, which ends in all stages. Unknown ids are ignored."""
 
     request_id: str
 
@@ -121,7 +121,7 @@ class SendFailed(Event, frozen=True):
 
 
 class ReplicaAnnounced(Event, frozen=True):
-    """A replica is starting, or may come back; with `coming=False`, that wait has ended, with or without a replica."""
+    """A replica is starting or may come back, so requests may wait for it; `coming=False`: it is expected no longer."""
 
     replica: ReplicaId
     coming: bool = True
@@ -137,7 +137,7 @@ class ReplicaLost(Event, frozen=True):
     """A replica has ended or stopped answering: other replicas take over its requests.
 
     Attributes:
-        ended: its process has ended, perhaps because of a request.
+        ended: the process has ended, so that its requests are suspects (see `placement`); False: it does not answer.
     """
 
     replica: ReplicaId
@@ -146,45 +146,45 @@ class ReplicaLost(Event, frozen=True):
 
 
 class ReplicaEnded(Event, frozen=True):
-    """The process of a replica that was lost because it did not answer has ended, perhaps because of a request."""
+    """The process of a lost replica, which had stopped answering, has ended: its requests are suspects now."""
 
     replica: ReplicaId
     reason: str
 
 
 class NeverUp(Event, frozen=True):
-    """A replica that was announced will not start."""
+    """An announced replica will not start."""
 
     replica: ReplicaId
     reason: str
 
 
 class DeadlinePassed(Event, frozen=True):
-    """`RequestMachine.deadline` has passed."""
+    """The time `RequestMachine.deadline` has passed."""
 
 
 # -- effects ----------------------------------------------------------------------------------------------------
 
 
 class ToReplica(Effect, frozen=True):
-    """Base of the messages to a replica."""
+    """Base class of messages to a replica."""
 
     replica: ReplicaId
 
 
 class Send(ToReplica, frozen=True):
-    """Base of the messages to a replica about one request."""
+    """Base class of messages to a replica that become an `EngineCoreRequest`."""
 
     request_id: str
     engine_id: str
 
 
 class SendPrompt(Send, frozen=True, kw_only=True):
-    """The client's request to the frontend, or to the stage that computes the prompt.
+    """Send the client's request to the frontend, or to its prefill stage.
 
     Attributes:
-        side: "whole": the stage does prefill and decode. "prefill": the prompt only. "decode": the answer only, with
-            `kv`.
+        side: "whole": the stage does prefill and decode. "prefill": the stage computes only the prompt. "decode": the
+            stage fetches the prompt's KV cache with `kv`, and decodes.
         tokens: the tokens generated so far; the stage continues after them.
         recompute: the prompt is computed again, to export its hidden states again.
     """
@@ -197,7 +197,7 @@ class SendPrompt(Send, frozen=True, kw_only=True):
 
 
 class SendOpen(Send, frozen=True, kw_only=True):
-    """A request to a stage. `budget`: largest number of tokens the stage may generate; None: the stage's own limit."""
+    """Open a request in a stage. `budget`: most tokens that the stage may generate; None: the stage's own limit."""
 
     action: Open
     params: Any = None
@@ -205,13 +205,13 @@ class SendOpen(Send, frozen=True, kw_only=True):
 
 
 class SendChunk(Send, frozen=True, kw_only=True):
-    """One more chunk of a request that is open in a stage."""
+    """Send one more chunk of input to a stage in which the request is open."""
 
     action: Extend
 
 
 class SendPart(Send, frozen=True, kw_only=True):
-    """One part of a stream."""
+    """Send one part of a stream (see `plugins.flow.Submit`)."""
 
     stream: str
     action: Submit
@@ -219,36 +219,36 @@ class SendPart(Send, frozen=True, kw_only=True):
 
 
 class SendStreamEnd(Send, frozen=True, kw_only=True):
-    """A stage must free a stream. `action` is the last part that was sent."""
+    """End a stream, so that the stage frees its state. `action` is the last part that was sent."""
 
     stream: str
     action: Submit
 
 
 class SendKVRelease(Send, frozen=True, kw_only=True):
-    """A replica that fetches KV caches must have one freed at its source, because no replica will fetch it."""
+    """Send a decode replica the release of a KV cache that no replica will fetch; it makes the source free it."""
 
     kv: Mapping[str, Any]
 
 
 class AbortEngineRequests(ToReplica, frozen=True):
-    """A replica must end engine requests."""
+    """Abort engine requests on a replica."""
 
     engine_ids: tuple[str, ...]
 
 
 class FreeHiddenStates(ToReplica, frozen=True):
-    """A replica must free hidden states that no stage will take."""
+    """Free stored hidden states on a replica, because no stage will read them any more."""
 
     name: str
 
 
 class Accept(Effect, frozen=True):
-    """The output is valid.
+    """The output belongs to a request; without this effect it is dropped.
 
     Attributes:
         name: the request's name.
-        to_client: vLLM's output processor receives the output, under that name.
+        to_client: vLLM's output processor receives the output, with `name` as its request id.
     """
 
     name: str
@@ -256,14 +256,14 @@ class Accept(Effect, frozen=True):
 
 
 class ToCaller(Effect, frozen=True):
-    """An output chunk for the caller, or `END` after the last chunk."""
+    """Put an output chunk into the caller's queue, or `END` after the last chunk."""
 
     sink: Any
     item: Any
 
 
 class FailRequest(Effect, frozen=True):
-    """The caller gets an error; the request state is gone."""
+    """Send the caller an error; the machine has removed the request already."""
 
     request_id: str
     stage: str
@@ -272,4 +272,4 @@ class FailRequest(Effect, frozen=True):
 
 
 END = "end"
-"""The caller of a request receives this after the last chunk of the flow."""
+"""Item that is put into the caller's queue after the last chunk of the flow."""

@@ -1,4 +1,4 @@
-"""Executes the effects of the request machine and reports events to it. All decisions are the machine's."""
+"""Passes events to the request machine, and executes the effects that it returns. It makes no decision itself."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, unpack
 log = logging.getLogger(__name__)
 
 FREE_HIDDEN_STATES = "forget_hidden_states"
-"""Name of the worker's method."""
+"""Name of the worker's method that frees stored hidden states."""
 
 NEW_INPUT = m.SendPrompt | m.SendOpen | m.SendChunk | m.SendPart
-"""Messages that must not reach a lost replica any more: another replica gets their content."""
+"""Queued messages that are dropped when their replica is lost: another replica gets their content."""
 
 
 class Replica(Protocol):
-    """A replica, as the orchestrator uses it."""
+    """The methods of a replica's client that the orchestrator calls."""
 
     id: ReplicaId
 
     async def add(self, request: EngineCoreRequest) -> None:
-        """Send a request, or a chunk of one."""
+        """Send an engine request; a chunk for an open request is one too."""
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests; unknown ids are ignored by the engine."""
+        """Abort engine requests; the engine ignores unknown ids."""
 
     async def call(self, utility: str, *args: Any) -> Any:
-        """Call one of the client's utilities, e.g. `sleep_async`; EngineDeadError if the replica is dead."""
+        """Call a utility method of vLLM's engine client, e.g. `sleep_async`; EngineDeadError if the replica is dead."""
 
 
 class Orchestrator:
@@ -89,10 +89,10 @@ class Orchestrator:
         self._armed_for = inf
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
-        """Set while no request is in flight, once `idle` was called."""
+        """Set when no request is in flight; `idle` clears and awaits it."""
 
     def held(self) -> int:
-        """Number of entries that this orchestrator holds for requests (0 when idle)."""
+        """Return the number of requests, bindings, waits, deadlines and queued messages that are held (0 when idle)."""
         return self.machine.held() + len(self._queue)
 
     def count(self, *, frontend: bool) -> int:
@@ -106,26 +106,26 @@ class Orchestrator:
             await self._idle.wait()
 
     def pairs(self) -> list[Pair]:
-        """Return the pairs of replicas between which KV caches went."""
+        """Return the pairs of a prefill and a decode replica between which KV caches were transferred."""
         return self.machine.router.pairs()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def require(self, flow: Flow) -> None:
-        """Refuse a request that would certainly fail, before any stage works on it.
+        """Check that all stages of a flow are available, before the first of them gets the request.
 
         Raises:
-            StageUnavailable: a stage that the flow may use has no live replica.
+            StageUnavailable: a stage that the flow may use has no live replica and can get none.
         """
         if (stage := self.unavailable(flow.stages)) is not None:
             raise StageUnavailable(f"stage '{stage}' has no live replica")
 
     def unavailable(self, stages: Iterable[str]) -> str | None:
-        """Return the first of these stages that has no replica and gets none any more, or None."""
+        """Return the first of these stages (named as in flows) that has no replica and can get none, or None."""
         return self.machine.unavailable(stages)
 
     async def open(self, event: m.Opened) -> None:
-        """Begin a request. Errors go to its sink, and to `failed`."""
+        """Start a request. An error is put into its sink and passed to `failed`."""
         await self._shielded(event)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
@@ -133,7 +133,7 @@ class Orchestrator:
         await self._shielded(*map(m.Aborted, request_ids))
 
     async def text_stopped(self, request_ids: Iterable[str]) -> None:
-        """The API server found stop strings in these requests: the frontend must stop, the other stages go on."""
+        """End requests in the frontend, because the API server found stop strings; other stages continue."""
         await self._shielded(*map(m.TextStopped, request_ids))
 
     async def text_only(self, request_ids: Iterable[str]) -> None:
@@ -141,7 +141,7 @@ class Orchestrator:
         await self._shielded(*map(m.TextOnly, request_ids))
 
     def fail_all(self, error: OmniError) -> None:
-        """Send an error to every waiting caller; the server is about to end."""
+        """Put an error into the sink of every request; called before the server ends."""
         for state in self.machine.requests.values():
             if state.sink is not None:
                 state.sink.put_nowait(error)
@@ -149,23 +149,23 @@ class Orchestrator:
     # -- replicas -----------------------------------------------------------------------------------------------
 
     def announce(self, replica: ReplicaId, *, coming: bool = True) -> None:
-        """A replica is starting, or may come back; with `coming=False`, that wait has ended."""
+        """Let requests wait for a replica that is starting or may come back; `coming=False`: no longer."""
         self._decide(m.ReplicaAnnounced(replica, coming))
 
     async def replica_up(self, replica: Replica) -> None:
-        """A replica accepts requests, for the first time or again; requests that wait for its stage go to it."""
+        """Add a replica that accepts requests, and open the requests that wait for its stage."""
         self.replicas[replica.id] = replica
         self.observer.replica_up(replica.id)  # before the machine: pools report every binding to the observer
         await self._apply(m.ReplicaUp(replica.id))
 
     async def replica_down(self, replica: ReplicaId, reason: str, *, ended: bool = True) -> tuple[str, ...]:
-        """A replica is lost: other replicas of its stage take over its requests, at once or when one is up.
+        """Remove a lost replica: other replicas of its stage take over its requests, at once or when one is up.
 
         Args:
-            ended: its process has ended; otherwise it does not answer.
+            ended: the process has ended; False: it does not answer.
 
         Returns:
-            The requests that the replica had, by engine id.
+            The ids of the engine requests that the replica had.
         """
         known = tuple(self.machine.placement.routes.get(replica, ()))
         lost = self.replicas.pop(replica, None)
@@ -175,20 +175,20 @@ class Orchestrator:
         return known
 
     async def replica_ended(self, replica: ReplicaId, reason: str) -> None:
-        """The process of a replica that is down already, because it did not answer, has ended."""
+        """Record the end of a process whose replica was removed before because it did not answer."""
         await self._apply(m.ReplicaEnded(replica, reason))
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
-        """A replica that was announced will not start."""
+        """Stop waiting for an announced replica, which will not start."""
         await self._apply(m.NeverUp(replica, reason))
 
     # -- outputs ------------------------------------------------------------------------------------------------
 
     async def produced(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
-        """Handle one engine output; its tensor is removed from it, and its tokens if the request has ended or moved.
+        """Handle one engine output. Remove its tensor, and its tokens if the request has left this replica.
 
         Returns:
-            True if the output must go to vLLM's output processor; it then has the id of the client's request.
+            True if vLLM's output processor must receive the output; its `request_id` is then the client's.
         """
         tensor, output.pooling_output = output.pooling_output, None
         payload = hidden_states = None
@@ -215,7 +215,7 @@ class Orchestrator:
         if self._queue:
             await self._send_all()
         if accepted is None:
-            output.new_token_ids = []  # no caller gets them, so statistics do not count them
+            output.new_token_ids = []  # no caller receives them, so statistics must not count them
             return False
         output.request_id = accepted.name
         return accepted.to_client
@@ -223,18 +223,18 @@ class Orchestrator:
     # -- effects ------------------------------------------------------------------------------------------------
 
     async def _shielded(self, *events: m.Event) -> None:
-        """Like `_apply`, but the cancellation of the caller does not stop the execution of effects."""
+        """Do the same as `_apply`, but continue when the caller is cancelled."""
         await asyncio.shield(self._spawn(self._apply(*events)))
 
     async def _apply(self, *events: m.Event) -> None:
-        """Pass the events to the machine at once, and execute its effects in their order."""
+        """Pass all events to the machine, then execute its effects in their order."""
         for event in events:
             self._decide(event)
         if self._queue:
             await self._send_all()
 
     def _decide(self, event: m.Event) -> m.Accept | None:
-        """Pass an event to the machine, and execute or queue the effects; returns its `Accept`, if there is one."""
+        """Pass an event to the machine, and execute or queue its effects; return the `Accept` effect, or None."""
         accepted = None
         for effect in self.machine.handle(event, asyncio.get_running_loop().time()):
             match effect:
@@ -305,7 +305,7 @@ class Orchestrator:
 
 
 def _queued_s(output: EngineCoreOutput) -> float | None:
-    """Return the time between the engine's receipt of a request and its first scheduling, if the output has both."""
+    """Return the seconds from a request's receipt by the engine to its first scheduling; None if one is missing."""
     times = {event.type: event.timestamp for event in output.events or ()}
     queued, scheduled = times.get(EngineCoreEventType.QUEUED), times.get(EngineCoreEventType.SCHEDULED)
     return None if queued is None or scheduled is None else scheduled - queued

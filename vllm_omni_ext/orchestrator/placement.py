@@ -1,8 +1,8 @@
-"""Placement of requests: bound to a replica, waiting for a replica, or waiting for input. Pure.
+"""Binds requests to replicas, and keeps those that wait for a replica or for input. Pure.
 
 A request that was on a replica when the replica was lost is a suspect: it may have ended the replica's process. Each
 replica runs one suspect at a time (a trial), so that a second lost process identifies the request; other suspects wait.
-A trial ends after `TRIAL_OUTPUTS` outputs, with the end of the stage, or with a second loss.
+A trial ends after `TRIAL_OUTPUTS` outputs, when the stage has ended the request, or when the replica is lost.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from vllm_omni_ext.plugins.flow import Submit
 from vllm_omni_ext.pool.stage_pool import StagePool
 
 TRIAL_OUTPUTS = 3
-"""Outputs after which a trial ends: the step that ended a replica's process is repeated before these."""
+"""Number of outputs after which a trial ends: by then the step that ended the replica's process was repeated."""
 
 MOST_LOSSES = 3
-"""Losses in one stage after which a suspect is not opened again there."""
+"""Number of lost replicas of one stage after which a suspect on trial fails in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Constants of the machine.
+    """Settings of the request machine.
 
     Attributes:
         frontend: name in the plan of the stage that answers the client's own engine requests.
         model_frontend: name of the same stage in flows; "" = the same name.
         prefill: the stage that computes prompts for the frontend; None: the frontend computes them itself.
-        wait_s: how long a request waits for a replica of a stage that expects one, in seconds.
+        wait_s: seconds that a request waits for a replica of a stage that has none but may get one.
         joinable: replicas may join without announcement (from other hosts).
-        input_deadline_s: how long a stage waits for input that is due before the request fails, in seconds.
+        input_deadline_s: seconds without further input after which a request fails in a stage that needs more input.
         client: index of this API server.
         clients: number of API servers. Suspects of different API servers get different replicas, if there are as many.
         limits: longest sequence of each stage, in tokens; no entry: unlimited.
@@ -52,7 +52,7 @@ class Settings:
 
 
 class Placement:
-    """All bindings of all requests.
+    """Holds the bindings of all requests (one for each stage of a request), and their waits and deadlines.
 
     Args:
         pools: one per stage; only this class binds requests to replicas.
@@ -64,14 +64,14 @@ class Placement:
         self.now = 0.0
         """Time of the current event, in seconds of a monotonic clock."""
         self.deadline = inf
-        """Time at which `expired` must be called."""
+        """Monotonic time in seconds at which `expired` must be called."""
         self.announced: set[ReplicaId] = set()
         self.waiting: dict[Binding, None] = {}
         """Bindings that wait for a replica, in order of arrival."""
         self.routes: dict[ReplicaId, dict[str, Binding]] = {}
-        """Owner of each engine request, by replica."""
+        """Binding that receives the outputs of an engine request, by replica and engine id."""
         self.freed: set[str] = set()
-        """Stages in which a suspect that waits may have become placeable."""
+        """Stages in which a waiting suspect may be able to get a replica now."""
         self._trials: dict[ReplicaId, Binding] = {}
         self._input_due: dict[Binding, None] = {}
         self._bound: dict[ReplicaId, dict[Binding, None]] = {}
@@ -80,11 +80,11 @@ class Placement:
         self._observer = observer
 
     def __len__(self) -> int:
-        """Number of bindings, waits and deadlines."""
+        """Return the number of bindings with a replica, waits for a replica, and input deadlines."""
         return sum(map(len, self._bound.values())) + len(self.waiting) + len(self._input_due)
 
     def may_get_replica(self, stage: str) -> bool:
-        """Return whether a replica of the stage may come up."""
+        """Return whether a replica of the stage is announced or may join."""
         return self.settings.joinable or any(replica.stage == stage for replica in self.announced)
 
     def available(self, stage: str) -> bool:
@@ -94,10 +94,12 @@ class Placement:
     # -- replicas -----------------------------------------------------------------------------------------------
 
     def bind(self, binding: Binding) -> ReplicaId | None:
-        """Bind a request to a replica of its stage; None: it waits for a replica and must then be opened again.
+        """Bind a request to a replica of its stage; return None if the request waits for a replica instead.
+
+        `take_waiting` or `take_suspect` returns a waiting request later; it must then be opened again.
 
         Raises:
-            StageUnavailable: the stage has no replica and expects none.
+            StageUnavailable: the stage has no replica and can get none.
         """
         if binding.replica is not None:
             return binding.replica
@@ -129,9 +131,10 @@ class Placement:
         return replica
 
     def _free_for_suspects(self, stage: str) -> set[ReplicaId]:
-        """Return the replicas that may get a suspect now.
+        """Return the replicas of a stage that may get a suspect of this API server now.
 
-        If there are enough replicas, each API server uses its own, so that no replica has two suspects.
+        The replicas are divided among the API servers, so that no replica has suspects of two servers. With fewer
+        replicas than servers, some servers share one.
         """
         open_now = self.pools[stage].open_replicas
         known = sorted({*open_now, *(each for each in self.announced if each.stage == stage)})
@@ -140,7 +143,7 @@ class Placement:
         return {replica for replica in open_now if replica in own} - self._trials.keys()
 
     def output(self, binding: Binding) -> None:
-        """Record an output of the binding's replica: a suspect's trial ends after some of them."""
+        """Record an output for the binding; a suspect's trial ends after `TRIAL_OUTPUTS` of them."""
         if binding.trial is not None and binding.trial > 0:
             binding.trial -= 1
             if not binding.trial:
@@ -153,7 +156,7 @@ class Placement:
             self.freed.add(binding.stage)
 
     def take_suspect(self) -> Binding | None:
-        """Return a suspect that waits and can be placed now, and end its wait; None if there is none."""
+        """Return a waiting suspect for which there is a replica now, and end its wait; None if there is none."""
         while self.freed:
             stage = min(self.freed)
             free = stage in self.pools and self._free_for_suspects(stage)
@@ -165,19 +168,19 @@ class Placement:
         return None
 
     def route(self, binding: Binding, engine_id: str, part: Submit | None = None) -> None:
-        """Assign the outputs of the binding's replica with this engine id to the binding."""
+        """Register the binding as the receiver of its replica's outputs with this engine id."""
         assert binding.replica is not None
         binding.engine_ids[engine_id] = part
         self.routes.setdefault(binding.replica, {})[engine_id] = binding
 
     def unroute(self, binding: Binding, engine_id: str) -> None:
-        """Ignore all further outputs of this engine request."""
+        """Unregister an engine request, so that its further outputs are dropped."""
         assert binding.replica is not None
         del binding.engine_ids[engine_id]
         del self.routes[binding.replica][engine_id]
 
     def release(self, binding: Binding) -> tuple[ReplicaId, tuple[str, ...]] | None:
-        """Release a request from a stage; return its replica and engine requests, or None if it had no replica."""
+        """Unbind a request from its replica, and end its waits; return (replica, engine ids), or None without one."""
         self.input_complete(binding)
         self._stop_waiting(binding)
         if (replica := binding.replica) is None:
@@ -192,12 +195,12 @@ class Placement:
         return replica, engine_ids
 
     def lose(self, replica: ReplicaId, *, ended: bool) -> tuple[list[Binding], Binding | None]:
-        """Remove a replica; return the bindings it had, which have no replica now, and the one that ended it.
+        """Remove a lost replica; return the bindings that it had, and the request that ended its process (or None).
 
-        The latter is the suspect on trial, unless the replica had another former suspect, whose trial was over. It
-        certainly is with the third loss: all that were lost twice run apart from each other until the stage has ended
-        them. A replica that does not answer, e.g. because its host or network hangs, makes no suspects until it has
-        `ended`.
+        That request is the suspect on trial. If the replica also had a former suspect, whose trial was over, either may
+        have ended the process, and None is returned. With `MOST_LOSSES` losses the suspect on trial is returned in any
+        case: from the second loss on, a trial lasts until the stage has ended the request. A replica that does not
+        answer, e.g. because its host or network hangs, makes no suspects until its process has ended (`ended`).
         """
         self.pools[replica.stage].remove(replica)
         self.routes.pop(replica, None)
@@ -218,25 +221,25 @@ class Placement:
         return lost, tried
 
     def ended(self, replica: ReplicaId) -> list[Binding]:
-        """Count the end of a replica that had stopped answering; return the bindings of its third loss in the stage."""
+        """Count a loss for each request of a replica that had stopped answering; return those with `MOST_LOSSES`."""
         lost, stage = self._silent.pop(replica, []), replica.stage
         for binding in lost:
             binding.losses[stage] = binding.losses.get(stage, 0) + 1
         return [binding for binding in lost if binding.losses[stage] >= MOST_LOSSES]
 
     def clear_silence(self, replica: ReplicaId) -> None:
-        """A replica answers again, or no end of it will be detected."""
+        """Drop the list of requests of a replica that had stopped answering: it answers, or its end stays unknown."""
         self._silent.pop(replica, None)
 
     def bound(self, stage: str) -> Iterator[Binding]:
-        """Iterate over the bindings that replicas of a stage have."""
+        """Iterate over the bindings of all replicas of a stage."""
         for replica in self.pools[stage].replicas:
             yield from self._bound.get(replica, ())
 
     # -- waits for a replica, and for input -------------------------------------------------------------------------
 
     def _wait(self, binding: Binding) -> None:
-        """Let a request wait for a replica; a running wait continues."""
+        """Let a request wait for a replica; if it waits already, its deadline stays the same."""
         if binding.waiting_since is None:
             binding.waiting_since = self.now
             self.waiting[binding] = None
@@ -260,23 +263,23 @@ class Placement:
         self._observer.waiting(stage, sum(binding.stage == stage for binding in self.waiting))
 
     def input_sent(self, binding: Binding, *, last: bool) -> None:
-        """Record that a stage got input; unless that was the last, more input is due from now on."""
+        """Record input for a stage: restart the deadline for further input, or end it if the input was the last."""
         if last:
             self.input_complete(binding)
             return
         if binding.input_due_since is None:
             self._input_due[binding] = None
             self.deadline = min(self.deadline, self.now + self.settings.input_deadline_s)
-        binding.input_due_since = self.now  # read when the deadline has passed: cheaper than a deadline for each chunk
+        binding.input_due_since = self.now  # only `expired` reads it: cheaper than a new deadline for each chunk
 
     def input_complete(self, binding: Binding) -> None:
-        """Record that a stage has all its input, or has ended."""
+        """End the deadline for further input: the stage has all its input, or has ended the request."""
         if binding.input_due_since is not None:
             binding.input_due_since = None
             del self._input_due[binding]
 
     def expired(self) -> list[tuple[Binding, OmniError]]:
-        """Return the requests that have waited too long, with their errors; set the deadline of the others."""
+        """Return the requests whose wait or input is too late, with their errors; set `deadline` for the others."""
         found: list[tuple[Binding, OmniError]] = []
         self.deadline = inf
         for binding in self.waiting:
@@ -298,7 +301,7 @@ class Placement:
         return found
 
     def _is_due(self, at: float) -> bool:
-        """Return whether a time has come; if not, it is the deadline unless another one is earlier."""
+        """Return whether a time has passed; if not, it becomes `deadline` unless `deadline` is earlier."""
         if at > self.now:
             self.deadline = min(self.deadline, at)
         return at <= self.now
@@ -324,7 +327,7 @@ class Placement:
             assert self.deadline <= waits.input_due_since + self.settings.input_deadline_s, f"{waits.name} has no limit"
 
     def check_binding(self, binding: Binding) -> None:
-        """Check one binding, as `check` does."""
+        """Raise AssertionError if the state of one binding is inconsistent."""
         where = f"{binding.name} in {binding.stage}"
         assert binding.waiting_since is None or binding.replica is None, f"{where} waits and is bound"
         assert (binding.waiting_since is not None) == (binding in self.waiting), f"{where}: wrong about waiting"

@@ -1,7 +1,7 @@
 """Routes prompts through the frontend: in one stage, or with prefill and decode in separate stages. Pure.
 
-With separate stages, each attempt has its own engine request in each of the two, with an id that is never reused, so
-that late outputs of an earlier attempt are recognised.
+With separate stages, each attempt at a prompt has its own engine request in each of the two stages. The id of an engine
+request is never reused, so that late outputs of an earlier attempt are recognised.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from vllm_omni_ext.orchestrator.placement import Placement
 from vllm_omni_ext.orchestrator.state import KVCache, Prompt, RequestObserver
 
 MOST_KEPT = 4096
-"""Limit of pending releases per target, and for those that wait for a target; a source frees older KV caches itself."""
+"""Most pending releases of KV caches for each target replica, and most that wait for a target replica. Older ones are
+dropped: the source frees a KV cache itself after a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prefill replica and a decode replica between which KV caches went.
+    """A prefill replica (source) and a decode replica (target) between which KV caches were transferred.
 
     Attributes:
-        handed: number of requests since the start.
-        fetching: number of requests whose first token is still missing.
+        handed: number of requests sent to the target for KV caches of the source, since the start.
+        fetching: number of these requests without an output of the target yet.
     """
 
     source: ReplicaId
@@ -38,8 +39,9 @@ class Pair:
 
 
 class PromptRouter:
-    """Stage `source` does prefill, stage `target` decode. Without a source, or while it has no replica, `target` does
-    both.
+    """Sends each prompt to stage `source` for prefill, then to stage `target` for decode.
+
+    Without a source, or while it has no replica, `target` does both.
 
     Args:
         out: receives the effects, which are messages to replicas.
@@ -55,7 +57,7 @@ class PromptRouter:
         source: str | None = None,
     ) -> None:
         self.stages = (target,) if source is None else (source, target)
-        """Stages of the plan that prompts pass through; the last one produces the answer."""
+        """Stages of the plan through which prompts pass; the last one generates the answer."""
         self.private_kv = source is not None
         """Whether the KV transfer parameters of outputs are internal and must not reach the client."""
         self._source, self._target = source, target
@@ -66,9 +68,9 @@ class PromptRouter:
         self._releases = KVReleases(placement, target, out)
 
     def begin(self, prompt: Prompt) -> None:
-        """Send a prompt to a replica, or queue it; StageUnavailable if no replica will come.
+        """Send a prompt to a replica, or queue it; StageUnavailable if there is no replica and can be none.
 
-        A prompt whose KV cache a source replica keeps goes on to the target. Otherwise a new attempt begins.
+        A prompt whose KV cache a live source replica stores is sent to the target. Otherwise a new attempt starts.
         """
         if prompt.kv is not None and prompt.handed is None and self._is_source(prompt.kv.holder):
             self.fetch(prompt, prompt.kv.holder)
@@ -85,7 +87,7 @@ class PromptRouter:
             self._send(prompt, replica, None, "prefill")
 
     def fetch(self, prompt: Prompt, holder: ReplicaId | None = None) -> None:
-        """Send a prompt to the target, which fetches its KV cache if there is one, or queue it.
+        """Send a prompt to the target, or queue it. The target fetches the prompt's KV cache if there is one.
 
         Args:
             holder: the source replica that has computed the prompt; None: the target computes it.
@@ -136,9 +138,9 @@ class PromptRouter:
         return prompt.stage == self._target and not prompt.recompute
 
     def output(self, prompt: Prompt, event: Output) -> bool:
-        """Record an output for a prompt. Returns True if it is the target's, False if it is only the source's.
+        """Record an output for a prompt; return True if the target sent it, False if the source did.
 
-        After the source's last output, `fetch` must follow, unless the flow ends the request.
+        After the source's last output, the caller must call `fetch`, unless the flow ends the request.
         """
         if event.finish is not None:
             self._placement.release(prompt)
@@ -154,12 +156,12 @@ class PromptRouter:
         return True
 
     def unclaimed(self, event: Output) -> None:
-        """Release the KV cache of a prompt that was computed after its attempt had ended."""
+        """Release the KV cache that an output reports for an attempt that has ended already."""
         if event.replica.stage == self._source and (kv := _kept(event)) is not None:
             self._releases.release(kv)
 
     def end(self, prompt: Prompt) -> None:
-        """End a prompt's attempt, and release its KV cache."""
+        """End the current attempt at a prompt: abort its engine request, and release its KV cache."""
         kv, prompt.kv, prompt.handed = prompt.kv, None, None
         released = self._placement.release(prompt)
         if released is not None:
@@ -172,14 +174,14 @@ class PromptRouter:
             self._releases.release(kv)
 
     def replica_up(self, replica: ReplicaId) -> None:
-        """A target replica accepts requests, and can pass on pending KV releases."""
+        """Send the pending KV releases if the replica is one of the target stage."""
         if replica.stage == self._target:
             self._releases.target_up()
 
     def replica_lost(self, replica: ReplicaId) -> list[Prompt]:
-        """Return the prompts that wait in the target for a lost KV cache, and must restart.
+        """Remove a lost replica; return the prompts for which the target fetches a lost KV cache: they must restart.
 
-        Without another source replica, the target detects the loss itself and computes the prompt.
+        Without another source replica none is returned: the target detects the loss itself and computes the prompt.
         """
         for pair in [pair for pair in self._handed if replica in pair]:
             del self._handed[pair]
@@ -193,13 +195,13 @@ class PromptRouter:
         return [prompt for prompt in self._fetching() if prompt.kv is not None and prompt.kv.holder == replica]
 
     def _fetching(self) -> Iterator[Prompt]:
-        """Iterate over the prompts that have been sent to the target with a KV cache, and have no output of it."""
+        """Iterate over the prompts that were sent to the target with a KV cache and have no output from it yet."""
         for binding in self._placement.bound(self._target):
             if isinstance(binding, Prompt) and binding.handed is not None:
                 yield binding
 
     def pairs(self) -> list[Pair]:
-        """Return the pairs of live replicas between which KV caches went, with their numbers of transfers."""
+        """Return the pairs of live replicas between which KV caches were transferred."""
         live = {replica for stage in self.stages for replica in self._placement.pools[stage].replicas}
         fetching = Counter((p.kv.holder, p.handed[2]) for p in self._fetching() if p.kv and p.handed)
         return [
@@ -210,16 +212,16 @@ class PromptRouter:
 
 
 def _kept(event: Output) -> KVCache | None:
-    """Return the KV cache that a finished prompt's output announces; None if the engine keeps none."""
+    """Return the KV cache that the last output of a prefill request reports; None if the engine keeps none."""
     transfer = decode_transfer(event.kv) if event.finish == "length" else None  # type: ignore[arg-type]
     return None if transfer is None else KVCache(event.replica, transfer)
 
 
 class KVReleases:
-    """KV caches of source replicas that no replica will fetch, until a message to free them was certainly read.
+    """Releases the KV caches of source replicas that no replica will fetch.
 
-    Only an engine of the target stage can send that message to the source, and the engine may die before it has done
-    so. Messages to targets are numbered in the order in which they are sent.
+    Only a replica of the target stage can make the source free a KV cache. It may die before, so each KV cache is kept
+    here until a target has certainly read the message. Messages to targets are numbered in the order of sending.
     """
 
     def __init__(self, placement: Placement, target: str, out: Callable[[Effect], None]) -> None:
@@ -237,7 +239,7 @@ class KVReleases:
         return next(self._numbers)
 
     def release(self, kv: KVCache) -> None:
-        """Have an unclaimed KV cache freed: at once, or as soon as a target is up."""
+        """Send a target replica the release of a KV cache, at once or as soon as one is up."""
         live = next(iter(self._placement.pools[self._target].replicas), None)
         if live is None:
             self._unclaimed.append(kv)
@@ -245,29 +247,29 @@ class KVReleases:
             self._out(SendKVRelease(live, "", f"unclaimed/{self.add_request(live, kv)}", kv=kv.transfer))
 
     def add_request(self, target: ReplicaId, kv: KVCache) -> int:
-        """Record that a message to a target releases a KV cache once it is read; return the message's number."""
+        """Record a message to a target that releases a KV cache once the target reads it; return its number."""
         number = self.number()
         self._requests[target].append((number, kv))
         return number
 
     def answered(self, target: ReplicaId, number: int) -> None:
-        """Record that a target answered the message with this number, and so has read all earlier messages."""
+        """Drop the releases that a target has read: all before the message with this number, which it has answered."""
         requests = self._requests[target]
         while requests and requests[0][0] < number:
             requests.popleft()
 
     def target_up(self) -> None:
-        """A target is up: send the pending releases."""
+        """Send the releases that waited for a target replica."""
         while self._unclaimed:
             self.release(self._unclaimed.popleft())
 
     def target_lost(self, target: ReplicaId) -> None:
-        """A target is lost: other targets get the releases that it may not have read. A second release does no harm."""
+        """Send other targets the releases that a lost target may not have read. A second release has no effect."""
         for _, kv in self._requests.pop(target, ()):
             self.release(kv)
 
     def holder_lost(self, holder: ReplicaId) -> None:
-        """A source is lost, and its KV caches with it."""
+        """Drop the releases of a lost source replica, whose KV caches are lost too."""
         self._unclaimed = deque((kv for kv in self._unclaimed if kv.holder != holder), MOST_KEPT)
         for target, requests in self._requests.items():
             self._requests[target] = deque((each for each in requests if each[1].holder != holder), MOST_KEPT)

@@ -15,27 +15,27 @@ from vllm_omni_ext.plugins.flow import Flow, Submit
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
 REMEMBERED_EVENTS = 16
-"""Length of a request's event history, which is logged with its error."""
+"""Number of a request's last events that are kept, and logged with its error."""
 
 
 @dataclass(eq=False, slots=True)
 class Binding:
-    """One request in one stage.
+    """The state of one request in one stage: its replica, engine requests and waits.
 
     Attributes:
         stage: the stage's name in the plan.
         name: the request's name in the stage's pool; also its engine id if the stage has one engine request for it.
         replica: the replica that has the request; None while it waits for a replica, and after the stage has ended it.
-        engine_ids: its engine requests on the replica, with the part if the stage works on parts, else None.
+        engine_ids: ids of its engine requests on the replica; each with its part if the stage accepts parts, else None.
         waiting_since: time since which the request waits for a replica; None: it does not wait.
         source: the stage that its input comes from; None: the client.
         input_due_since: time of its last input while more input is due; None: no input is due.
         replays: number of failovers.
-        streams: number of streams that were begun.
-        part: the last part that was sent.
+        streams: number of streams that were started.
+        part: the last part that was sent to the open stream; None without one.
         losses: number of replicas that were lost while they had the request, by stage of the plan.
-        trial: the request is the only suspect on its replica (see `Placement`), for this number of further outputs;
-            -1: until the stage has ended it. None: it is no suspect there.
+        trial: number of outputs for which the request remains the only suspect on its replica (see `placement`);
+            -1: until the stage has ended it. None: the request is not on trial.
     """
 
     state: RequestState
@@ -54,7 +54,7 @@ class Binding:
 
     @property
     def stream(self) -> str:
-        """Name of the open stream."""
+        """Name of the stream that was started last."""
         return f"{self.name}/{self.streams - 1}"
 
 
@@ -92,19 +92,19 @@ class Prompt(Binding):
 
     @property
     def trace(self) -> RequestTrace | None:
-        """The record of the request; None for a recomputation, which is not observed."""
+        """Return the observer's record of the request; None for a recomputation, which is not observed."""
         return None if self.recompute else self.state.trace
 
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """One request.
+    """The state of one request in all stages.
 
     Attributes:
-        bindings: by stage, without those of prompts.
+        bindings: by stage, without `prompts`.
         prompts: the client's request in the frontend, under the request's id, and recomputations.
-        forwarded: the request uses the frontend.
-        stages_seen: stages that have returned an output for it.
+        forwarded: the flow sends the client's request to the frontend.
+        stages_seen: stages that have returned an output for the request.
         done: stages that have ended it.
         open_outputs: outputs of the flow whose last chunk is missing.
         hidden_states: (replica, address of the producer, name) of hidden states that replicas store for it.
@@ -133,7 +133,7 @@ class RequestState:
 
     @classmethod
     def of(cls, event: Opened) -> RequestState:
-        """Return the state of a request that begins."""
+        """Return the initial state of a request."""
         return cls(
             request_id=event.request_id,
             external_id=event.external_id,
@@ -146,55 +146,55 @@ class RequestState:
         )
 
     def __iter__(self) -> Iterator[Binding]:
-        """Iterate over all its bindings."""
+        """Iterate over the request's bindings in all stages, prompts included."""
         yield from self.bindings.values()
         yield from self.prompts.values()
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for a replica of any stage."""
+        """Whether the request waits for a replica in any stage."""
         return any(binding.waiting_since is not None for binding in self)
 
     def history_text(self) -> str:
-        """Its last events, as text for the log."""
+        """Return the request's last events as text for the log."""
         return f"request {self.external_id}, last events: " + "; ".join(
             " ".join(str(word) for word in entry if word is not None and word != "") for entry in self.history
         )
 
 
 class RequestObserver:
-    """The reports of the machine about requests. This observer drops them.
+    """Base class of observers: the machine calls its methods, which record nothing here.
 
-    A `trace` of None is ignored by all methods.
+    All methods ignore a `trace` of None.
     """
 
     def opened(self, event: Opened) -> RequestTrace | None:
-        """A request has arrived. Returns its record, which is passed to all later calls."""
+        """Record a new request; return its record, which is passed to all later calls as `trace`."""
         return None
 
     def sent(self, trace: RequestTrace | None, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
-        """Stage `source` (None: the client) sends the request, or a chunk of it, to a replica."""
+        """Record that the request, or a chunk of it, is sent from stage `source` (None: the client) to a replica."""
 
     def produced(self, trace: RequestTrace | None, output: Output) -> None:
-        """A stage has returned an output."""
+        """Record an output of a stage."""
 
     def emitted(self, trace: RequestTrace | None, stage: str, chunk: OutputChunk) -> None:
-        """A chunk of an output goes to the client; `stage` is "" before any stage has an output."""
+        """Record a chunk that is sent to the client; `stage` is "" before any stage has returned an output."""
 
     def failed(self, trace: RequestTrace | None, stage: str, error: Exception) -> None:
-        """The request has failed in a stage."""
+        """Record that the request has failed in a stage, and so has ended."""
 
     def ended(self, trace: RequestTrace | None, outcome: Outcome) -> None:
-        """Record the end of a request; called once, with its outcome."""
+        """Record the end of a request that has not failed, with its outcome; called once."""
 
     def waiting(self, stage: str, requests: int) -> None:
-        """So many requests wait for a replica of a stage."""
+        """Record the number of requests that now wait for a replica of a stage."""
 
     def taken_over(self, stage: str) -> None:
-        """A request continues although its replica of a stage is lost."""
+        """Record that a request continues after its replica of a stage was lost."""
 
     def fetched(self, source: str, target: str, seconds: float) -> None:
-        """A stage has fetched a KV cache of another one, `seconds` after the request was sent."""
+        """Record that stage `target` has fetched a KV cache of stage `source`, `seconds` after it got the request."""
 
     def local_prefill(self, stage: str) -> None:
-        """The decode stage prefills a request itself."""
+        """Record that the decode stage computes a prompt itself."""

@@ -1,4 +1,4 @@
-"""Request flow: events in, actions out. Pure: no vLLM, no torch, no sockets, no clock.
+"""The flow of a request: takes stage outputs, returns actions. Pure: no vLLM, no torch, no sockets, no clock.
 
 A plugin implements `Flow` for each kind of request. The orchestrator passes stage outputs to the flow and executes the
 actions that the flow returns. The orchestrator handles order, routing, failover, deadlines and abort; a flow
@@ -18,7 +18,7 @@ from vllm_omni_ext.modalities.base import OutputChunk
 Finish = Literal["stop", "length", "abort", "error", "repetition"]
 
 
-@dataclass(slots=True)  # frozen, it would take twice as long to make, in every step of every request
+@dataclass(slots=True)  # not frozen: each step of each request creates one, and a frozen one takes twice as long
 class Produced:
     """The output of one engine step of a stage for this request.
 
@@ -26,8 +26,8 @@ class Produced:
         stage: name of the stage in the model's pipeline.
         tokens: new token ids.
         payload: `wire.envelope.StageError` if the stage could not serve its input; a message of the core (e.g.
-            `HiddenStatesChunkReady`); else the step's tensor as decoded by `ModelRuntime.decode`; None if there is
-            none.
+            `HiddenStatesChunkReady`); else the step's tensor as decoded by `ModelRuntime.decode`; None without a
+            tensor.
         finish: why the request (or the stream) has ended in that stage; None while it continues.
         part: the part of a stream that this output belongs to (see `Submit`); None for other stages.
         at: time of the output, in seconds of a monotonic clock.
@@ -58,15 +58,15 @@ class Open:
     """Open the request in a stage that accepts requests or chunks.
 
     Attributes:
-        prompt: token ids as the stage's engine counts them.
+        prompt: token ids, one for each prompt position of the stage's engine.
         payload: the plugin's message for the stage's worker.
         last: no `Extend` follows.
-        prompt_positions: number of leading prompt positions whose input is known; None = all of them.
-        step_inputs: number of positions after the prompt whose input is known (a stage that accepts chunks samples only
-            as far as its inputs reach; once the input is complete, it continues until its end).
+        prompt_positions: number of leading prompt positions whose input is in this message; None = all of them.
+        step_inputs: number of positions after the prompt whose input is in this message. A stage that accepts chunks
+            samples only as far as its inputs reach. After the last input it samples until its end.
         hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of another stage.
-        hidden_states: location of these hidden states, as far as they exist (`wire.hidden_states.HiddenStatesRef`).
-        done: number of tokens at the end of `prompt` that this stage generated before it was lost.
+        hidden_states: location of the hidden states that exist already (`wire.stage_input.HiddenStatesRef`).
+        done: number of tokens at the end of `prompt` that the stage generated before its replica was lost.
         stop: token ids that end the request in that stage.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
@@ -95,7 +95,7 @@ class Extend:
         last: no further chunk follows.
         prompt_positions: number of additional prompt positions whose input comes with this chunk.
         step_inputs: number of additional positions after the prompt whose input comes with this chunk.
-        hidden_states: current location of the prompt's hidden states (`wire.hidden_states.HiddenStatesRef`).
+        hidden_states: location and current number of the prompt's hidden states (`wire.stage_input.HiddenStatesRef`).
     """
 
     stage: str
@@ -106,21 +106,22 @@ class Extend:
     hidden_states: Any = None
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen, for the same reason
+@dataclass(slots=True, kw_only=True)  # not frozen, see `Produced`
 class Submit:
     """Send the next part of a stream to a stage that accepts parts.
 
-    A stage may answer a part several times; its last answer has a finish reason. The stage keeps state between the
-    parts of a stream, so all parts go to the same replica.
+    A stage may return several outputs for a part; the last one has a finish reason. The stage keeps state between the
+    parts of a stream, so all parts are sent to the same replica.
 
     Attributes:
-        part: counts from 0; 0 begins the stream, also again after the stage was lost.
+        part: number of the part in the stream. Part 0 starts the stream; after the loss of a replica, it starts it
+            again.
         prompt: token ids of the part; may be empty.
         payload: the plugin's message for the stage.
         last: no part follows.
         pooling_task: vLLM's task of a pooling stage; None = the stage takes sampling parameters.
-        due: when the output is needed, on the clock of `Produced.at`; never earlier than that of the part before. None
-            = at once. A stage whose `scheduling_policy` is `priority` does first the part that is due first.
+        due: time at which the output is needed, on the clock of `Produced.at`; not earlier than that of the part
+            before. None = now. A stage with `scheduling_policy: priority` schedules the earliest `due` first.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
     """
@@ -140,13 +141,13 @@ class Submit:
 class Recompute:
     """Compute the prompt of a forwarded request again, so that the stage exports its hidden states again.
 
-    Only payload events follow, no tokens.
+    The outputs of this computation have payloads, and no tokens.
     """
 
     stage: str
 
 
-@dataclass(slots=True)  # not frozen, for the same reason
+@dataclass(slots=True)  # not frozen, see `Produced`
 class Emit:
     """Send an output chunk to the client; `chunk.last` ends the output of this modality."""
 
@@ -181,24 +182,24 @@ class Flow(Protocol):
     """The route of one request through the stages."""
 
     stages: frozenset[str]
-    """Stages that the request may use; it is refused or fails only if one of these is unavailable."""
+    """Stages that the request may use. The request is refused, or fails, if one of these is unavailable."""
 
     outputs: frozenset[str]
-    """Modalities of the answer: the request ends when each had its last chunk. The "text" of a forwarded request ends
+    """Modalities of the answer: the flow ends when each has had its last chunk. The "text" of a forwarded request ends
     with vLLM's text output."""
 
     def begin(self) -> list[Action]:
-        """Return the first actions."""
+        """Return the first actions of the request; called once."""
 
     def handle(self, event: Produced) -> list[Action]:
-        """Return the actions that follow an event."""
+        """Return the actions that follow from an output of a stage."""
 
     def replay(self, stage: str) -> list[Action]:
-        """Return the actions that open the request again in a stage that lost it, from everything known so far."""
+        """Return the actions that open the request again in a stage whose replica was lost, with all input so far."""
 
 
 class ForwardFlow:
-    """A request that only the frontend answers."""
+    """Flow of a request that only the frontend answers."""
 
     def __init__(self, frontend: str, output: str = "text") -> None:
         self.stages = frozenset((frontend,))

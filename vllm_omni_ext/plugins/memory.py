@@ -1,4 +1,4 @@
-"""Facts about a checkpoint's stages: lengths, weights, caches, activations. Pure data: no vLLM, no torch."""
+"""Sizes of a checkpoint's stages, from which the planner computes memory. Pure data: no vLLM, no torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ StoredTensors = Mapping[str, tuple[str, int, int]]
 """Tensors of a checkpoint by name: dtype as safetensors writes it, number of elements, bytes."""
 
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types that vLLM converts to the engine's dtype when it loads; tensors of other types keep theirs."""
+"""Dtypes that vLLM converts to the engine's dtype when it loads a tensor; other dtypes stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
-    """Weights of a stage that are treated alike.
+    """A group of a stage's weights that have the same dtype, sharding and quantization.
 
     Attributes:
-        names: regular expression for the beginning of the names of its tensors in a checkpoint.
+        names: regular expression that matches the beginning of the names of the group's tensors in a checkpoint.
         elements: number of elements that the engine holds in its own dtype, regardless of the checkpoint's dtype.
-        stored_bytes: size of tensors that have a dtype of their own, such as quantized weights.
+        stored_bytes: bytes of tensors that keep the checkpoint's dtype, such as quantized weights.
         split: tensor parallelism divides these weights; otherwise every device of a replica holds all of them.
         quantizable: the engine argument `quantization` makes them smaller.
         float32: the engine holds them in float32, regardless of its dtype.
@@ -35,7 +35,7 @@ class WeightPart:
 
 
 def measured(parts: Sequence[WeightPart], tensors: StoredTensors) -> tuple[WeightPart, ...]:
-    """The same parts with the sizes of these tensors. A tensor counts for the first part that matches its name."""
+    """Return the same groups with the sizes of these tensors; a tensor belongs to the first group that matches it."""
     names = [re.compile(part.names) for part in parts]
     elements, stored = [0] * len(parts), [0] * len(parts)
     for name, (dtype, count, size) in tensors.items():
@@ -56,13 +56,13 @@ def measured(parts: Sequence[WeightPart], tensors: StoredTensors) -> tuple[Weigh
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderMemory:
-    """Memory of vLLM's profile run with the largest picture or video.
+    """Sizes of an encoder, for its peak memory in vLLM's profile run with the largest picture or video.
 
     Attributes:
         image_tokens: tokens of the largest picture.
-        most_images: tokens of the largest video, in units of the largest picture, if a sequence may be that long.
-        token_bytes: activations for each of these tokens that every device of a replica holds.
-        split_token_bytes: activations for each token that tensor parallelism divides.
+        most_images: tokens of the largest video divided by `image_tokens`; a shorter `max_model_len` lowers it.
+        token_bytes: bytes of activations for each token that every device of a replica holds.
+        split_token_bytes: bytes of activations for each token that tensor parallelism divides.
         output_elements: elements of the encoder's output for one token.
     """
 
@@ -75,21 +75,21 @@ class EncoderMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFacts:
-    """One stage of a checkpoint, as sizes that do not depend on engine arguments.
+    """Sizes of one stage of a checkpoint that do not depend on engine arguments.
 
     Attributes:
-        max_model_len: longest sequence in tokens; 0 = not known. For a stage that accepts parts and takes each in one
-            step, it also becomes the engine's `max_model_len` and `max_num_batched_tokens`.
+        max_model_len: longest sequence in tokens; 0 = not known. In a stage that accepts parts, which computes each
+            part in one step, it is also the default of the engine's `max_model_len` and `max_num_batched_tokens`.
         weights: empty = the sizes of the stage are not known.
         kv_layers, kv_heads, kv_head_dim: shape of the KV cache of one token; 0 layers = no KV cache.
-        step_elements: activations for each token of a step that every device of a replica holds.
-        split_step_elements: activations for each token of a step that tensor parallelism divides.
-        pass_elements: activations of a step, independent of the number of its tokens.
+        step_elements: elements of activations for each token of a step that every device of a replica holds.
+        split_step_elements: elements of activations for each token of a step that tensor parallelism divides.
+        pass_elements: elements of activations of a step, independent of the number of its tokens.
         vocabulary: columns of the logits; 0 = no logits.
-        sequence_elements: buffers for each of `max_num_seqs` sequences.
-        graph_layers: layers that vLLM captures in CUDA graphs.
-        recorded_bytes: CUDA graphs that the model records itself.
-        library_bytes: kernels and workspaces of libraries beyond those of any stage.
+        sequence_elements: elements of buffers for each of `max_num_seqs` sequences.
+        graph_layers: number of layers that vLLM captures in CUDA graphs.
+        recorded_bytes: bytes of CUDA graphs that the model captures itself.
+        library_bytes: bytes of kernels and workspaces of libraries that only this stage needs.
     """
 
     max_model_len: int = 0
@@ -109,4 +109,4 @@ class StageFacts:
 
 
 ModelFacts = Mapping[str, StageFacts]
-"""Facts from a checkpoint, by the name of the stage in the model's flow."""
+"""Sizes of a checkpoint's stages, by the name of the stage in flows."""

@@ -1,4 +1,4 @@
-"""Finds installed model families by entry points, checks them, and refuses faulty ones individually."""
+"""Finds installed model families by entry points, and checks each; a faulty family does not affect the others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Plugin:
     """One entry point of the group `vllm_omni_ext.models`.
 
     Attributes:
-        name: of the entry point.
+        name: name of the entry point.
         distribution: the installed package that declares it, with its version.
         family: None if it could not be loaded.
-        error: why the family cannot be used; "" if it can.
+        error: the reason that the family cannot be used; "" if it can.
     """
 
     name: str
@@ -42,7 +42,7 @@ def families() -> tuple[ModelFamily, ...]:
 
 
 def family_of(name: str) -> ModelFamily:
-    """Return the family of that name; ConfigError if there is none or it cannot be used."""
+    """Return the family of that name; ConfigError if it is not installed or cannot be used."""
     if found := [each for each in plugins() if each.family is not None and each.family.name == name]:
         return _usable(found)
     known = ", ".join(family.name for family in families())
@@ -50,7 +50,7 @@ def family_of(name: str) -> ModelFamily:
 
 
 def family_for(architecture: str) -> ModelFamily:
-    """Return the family that serves an architecture; ConfigError lists the supported ones."""
+    """Return the family that serves an architecture; ConfigError lists the supported architectures."""
     if found := [each for each in plugins() if each.family is not None and architecture in each.family.architectures]:
         return _usable(found)
     known = ", ".join(name for family in families() for name in family.architectures)
@@ -64,18 +64,18 @@ def model_classes(family: ModelFamily) -> dict[str, str]:
 
 
 def family_chat_template(family: ModelFamily) -> str | None:
-    """Return the text of a family's own chat template; None: the checkpoint's is used."""
+    """Return the text of a family's own chat template; None if it has none, so that the checkpoint's is used."""
     package, _, file = family.chat_template.partition(":")
     return resources.files(package).joinpath(file).read_text(encoding="utf-8") if package else None
 
 
 def _broken() -> str:
-    """Return an addition to a "not found" error: the missing name may belong to a plugin that could not be loaded."""
+    """Return the errors of plugins that could not be loaded, to append to a "not found" error; "" if there are none."""
     return "".join(f"; {plugin.error}" for plugin in plugins() if plugin.family is None)
 
 
 def _usable(found: Sequence[Plugin]) -> ModelFamily:
-    """Return the family of the only usable plugin; ConfigError contains the reason if there is none."""
+    """Return the family of the usable one among these plugins; ConfigError with the first one's error if none is."""
     for plugin in found:
         if plugin.family is not None and not plugin.error:
             return plugin.family
@@ -101,7 +101,7 @@ def _refusal(plugin: Plugin, why: str) -> str:
 
 
 def _fault(family: ModelFamily) -> str:
-    """Return the fault of a family, independent of other families; "" if there is none."""
+    """Return the reason that a family is invalid by itself; "" if it is valid."""
     if family.api_version != API_VERSION:
         newer = "vllm-omni-ext" if family.api_version > API_VERSION else "the plugin"
         return f"is for version {family.api_version} of the plugin API, this is version {API_VERSION}; update {newer}"
@@ -142,7 +142,7 @@ def _repeated(names: Iterable[str]) -> str:
 
 
 def _without_collisions(loaded: list[Plugin]) -> tuple[Plugin, ...]:
-    """Refuse all families that claim the same name, architecture or model class: the choice would be ambiguous."""
+    """Set `error` of all plugins whose families have the same name, architecture or model class as another one."""
     owners: dict[str, list[Plugin]] = {}
     for plugin in loaded:
         for claim in _claims(plugin):
@@ -157,7 +157,7 @@ def _without_collisions(loaded: list[Plugin]) -> tuple[Plugin, ...]:
 
 
 def _claims(plugin: Plugin) -> list[str]:
-    """Return the names that must be unique among families; an unusable family claims none."""
+    """Return the names of a family that must be unique among families; none for an unusable family."""
     if plugin.family is None or plugin.error:
         return []
     family = plugin.family

@@ -1,4 +1,4 @@
-"""A model plugin's part in an API server: it checks a request, plans it once, and decodes stage outputs."""
+"""Interface of a model plugin's code in an API server: it checks requests, plans them, and decodes stage outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class RequestOptions:
         params: parameters by stage, for stages other than the frontend: vLLM `SamplingParams`, or the stage's own type.
             A missing stage uses its configured parameters.
         chunks: sizes of successive chunks by edge, or "all", and "adaptive"; missing entries are as configured.
-        fields: the request fields that the plugin declares (`ModelRuntime.fields`), by name; only those given.
+        fields: values of the request fields that the plugin declares (`ModelRuntime.fields`), by name; a field that
+            the request does not set is missing.
     """
 
     modalities: tuple[str, ...]
@@ -31,13 +32,13 @@ class RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A request's prompt after vLLM's renderer.
+    """The prompt of a request, after vLLM's renderer has tokenized it.
 
     Attributes:
         prompt: token ids with multimodal placeholders expanded; empty if the request has no prompt for the frontend.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
         data: data from an API of the plugin for the plugin's own `plan` (e.g. the ids of a text to be read out).
-        input_tokens: number of tokens of the client's input, for the answer's usage; None = all of `prompt`.
+        input_tokens: number of tokens of the client's input, for `usage` of the answer; None = all of `prompt`.
     """
 
     prompt: Sequence[int] = ()
@@ -47,17 +48,17 @@ class Rendered:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the client's input."""
+        """Return the number of tokens of the client's input, for `usage`."""
         return len(self.prompt) if self.input_tokens is None else self.input_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A request that can start.
+    """The plan of one request.
 
     Attributes:
-        flow: its flow.
-        budgets: largest number of tokens that a stage may generate for it, by stage.
+        flow: the route of the request through the stages.
+        budgets: most tokens that a stage may generate for the request, by stage.
         frontend_args: entries for the `SamplingParams.extra_args` of the forwarded request.
         skip_prefix_cache: the forwarded request must not read the prefix cache (its hidden states must be computed).
     """
@@ -70,14 +71,14 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The possible answers of a checkpoint.
+    """The modalities and the kinds of requests that a checkpoint supports.
 
     Attributes:
-        modalities: all modalities.
-        default_modalities: modalities of a request that names none.
+        modalities: all modalities that an answer can have.
+        default_modalities: modalities of the answer if the request sets none.
         routes: kinds of requests and the stages that each needs, e.g. {"text": {"thinker"}}; `/health` reports each
             kind.
-        card: additional entries of the model's card in `/v1/models`, e.g. names of voices.
+        card: additional entries of the model's object in `/v1/models`, e.g. names of voices.
     """
 
     modalities: tuple[str, ...]
@@ -88,7 +89,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeContext:
-    """Arguments for the construction of a runtime.
+    """The argument of a `ModelRuntime`'s constructor.
 
     Attributes:
         hf_config: the checkpoint's own Hugging Face config (not a stage's, which may have been overridden).
@@ -96,7 +97,7 @@ class RuntimeContext:
         frontend: name of the frontend stage.
         chunks: configured chunk sizes by edge, and "adaptive".
         limits: longest sequence in tokens, by stage.
-        defaults: resolved parameter defaults by stage.
+        defaults: default parameters by stage: the stage config's over the pipeline's.
         model_config: vLLM's `ModelConfig` of the frontend, e.g. to find the checkpoint's files; None in tests that
             need none.
     """
@@ -111,24 +112,24 @@ class RuntimeContext:
 
 
 class ModelRuntime(Protocol):
-    """One per API server. Its constructor takes a `RuntimeContext`."""
+    """Interface of a plugin's runtime. Each API server creates one, from a `RuntimeContext`."""
 
     fields: type[BaseModel]
     """The plugin's own request fields (e.g. `voice`); all optional, `extra="forbid"`. The same names are keywords of
     `LLM.generate` and fields of HTTP bodies."""
 
     def capabilities(self) -> Capabilities:
-        """Return the possible answers of the checkpoint."""
+        """Return the modalities and the kinds of requests that the checkpoint supports."""
 
     def validate(self, options: RequestOptions) -> None:
-        """Check a request before it is rendered; RequestError names the field."""
+        """Check the options of a request before it is rendered; RequestError names the wrong field."""
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Plan a request after it was rendered; called exactly once for each request.
 
         Raises:
-            RequestError: the request cannot be served; names the field.
+            RequestError: the request cannot be served; the error names the field.
         """
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Decode the tensor of a stage output. Errors and messages of the core are handled before."""
+        """Return the content of a stage output's tensor. The core decodes its own messages and errors itself."""

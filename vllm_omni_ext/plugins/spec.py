@@ -1,4 +1,4 @@
-"""The declarations of a model plugin. Pure data: no vLLM, no torch, no HTTP.
+"""The data that a model plugin declares: family, pipelines, stages. Pure data: no vLLM, no torch, no HTTP.
 
 A plugin is a package with an entry point of the group `vllm_omni_ext.models` that names a `ModelFamily`:
 
@@ -18,10 +18,10 @@ import msgspec
 from vllm_omni_ext.errors import ConfigError
 
 API_VERSION = 1
-"""Version of this contract; a family with another version is refused when it is loaded."""
+"""Version of the interface for plugins; a family with another version is refused when it is loaded."""
 
 ENTRY_POINTS = "vllm_omni_ext.models"
-"""Entry-point group of families."""
+"""Entry-point group of model families."""
 
 KV: Literal["kv"] = "kv"
 """Kind of an edge that transfers KV caches."""
@@ -34,7 +34,7 @@ Accepts = Literal["requests", "chunks", "parts"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """One stage of a pipeline, before any user setting.
+    """Declaration of one stage of a pipeline; the planner merges the user's settings into it.
 
     Attributes:
         name: e.g. "talker".
@@ -43,7 +43,8 @@ class StageSpec:
             "parts": separate engine requests of one stream, between which the stage keeps state (`Submit`).
         engine: vLLM `EngineArgs` fields that the user cannot override (worker_cls, hf_overrides, ...).
             Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
-        engine_defaults: `EngineArgs` fields the user may override, for this stage by name.
+        engine_defaults: `EngineArgs` fields that the user may override in this stage's settings; in the frontend also
+            with a stock flag.
         cuda_defaults: `EngineArgs` fields of a replica on a CUDA machine that the user may override.
         custom_ops: vLLM's names of operators that keep vLLM's own kernels in compiled code, unless the user's
             `compilation_config` configures them.
@@ -57,8 +58,7 @@ class StageSpec:
         cpu_kv_bytes: default KV cache bytes of a replica on a CPU machine; 0 = no KV cache.
         gpu_share: a replica's share of a CUDA device's memory, relative to other replicas on the device; used when the
             sizes of the model or of the device are unknown.
-        part_of: the stage of the model of which this is the prefill or decode side; "" if it is not split. Set by the
-            planner.
+        part_of: for the prefill or decode side of a split stage, the name of that stage; else "". The planner sets it.
     """
 
     name: str
@@ -78,7 +78,7 @@ class StageSpec:
 
     @property
     def model_stage(self) -> str:
-        """The stage's name in the model's flow and facts."""
+        """Return the stage's name in flows; for a side of a split stage, the name of the split stage."""
         return self.part_of or self.name
 
 
@@ -102,15 +102,15 @@ class EdgeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec:
-    """One way to run a family: its stages and how they are connected.
+    """One way to run the models of a family: its stages, and the edges between them.
 
     Attributes:
-        name: e.g. "qwen3_omni"; `pipeline:` of a stage config selects it; the config of this name is its default.
+        name: e.g. "qwen3_omni". `pipeline:` of a stage config selects it. Its default stage config has the same name.
         stages: in start order; names are unique.
         frontend: the stage whose config, tokenizer and renderer vLLM's server gets; stock `vllm serve` flags apply to
             it. A request need not use it.
         modalities: modalities of this pipeline's answers, e.g. ("text", "audio").
-        inputs: modalities of its prompts, for the documentation.
+        inputs: modalities of the pipeline's prompts; only the documentation uses them.
         edges: connections, by stage name.
     """
 
@@ -130,7 +130,7 @@ class PipelineSpec:
         return stage.model_stage == self.stage(self.frontend).model_stage
 
     def stage(self, name: str) -> StageSpec:
-        """Return the stage of that name; ConfigError names the known ones."""
+        """Return the stage of that name; ConfigError lists the stages of the pipeline."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -145,12 +145,12 @@ class ModelFamily:
 
     Attributes:
         name: unique among all installed families.
-        api_version: the `API_VERSION` the family was written for.
+        api_version: the `API_VERSION` for which the family was written.
         architectures: `architectures[0]` of the Hugging Face configs that the family serves.
         pipelines: the first one is the default; `pipeline:` of a stage config chooses another. A family without
             pipelines serves nothing and only writes a `tiny` checkpoint.
-        facts: "pkg.mod:attr" of `(hf_config, params by stage, StoredTensors or None) -> ModelFacts` (see
-            `plugins.memory`); "" if there is none.
+        facts: "pkg.mod:attr" of `(hf_config, params by stage, StoredTensors or None) -> ModelFacts`, which returns the
+            sizes of a checkpoint's stages (see `plugins.memory`); "" if there is none.
         runtime: "pkg.mod:attr" of the `plugins.runtime.ModelRuntime` class; imported in API servers only.
         http: "pkg.mod:attr" of the `plugins.http.HttpSurface` class; "" = chat only. Imported in API servers only.
         stage_configs: package with stage configs (`*.yaml`) of the plugin; "" if there are none.
@@ -177,7 +177,7 @@ class ModelFamily:
     tiny: str = ""
 
     def pipeline(self, name: str = "") -> PipelineSpec:
-        """Return the pipeline of that name, or the default one; ConfigError names the known ones."""
+        """Return the pipeline of that name, or the default one; ConfigError lists the pipelines of the family."""
         if not self.pipelines:
             raise ConfigError(f"pipeline: model family '{self.name}' has no pipeline yet")
         if not name:
@@ -190,7 +190,7 @@ class ModelFamily:
 
 
 def resolve(name: str) -> Any:
-    """Import and return the object that "pkg.mod:attr" names."""
+    """Import a module, and return the attribute of it that "pkg.mod:attr" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -204,11 +204,12 @@ def make_params(type_name: str, values: Mapping[str, Any]) -> Any:
     """Create a stage's parameters.
 
     Args:
-        type_name: "pkg.mod:attr" of their type.
+        type_name: "pkg.mod:attr" of the parameters' type.
         values: fields by name; missing fields have the type's default.
 
     Raises:
-        ValueError: a field is unknown, missing or has a wrong value; the message names it where the type does.
+        ValueError: a field is unknown, missing or has a wrong value; the message names the field if the type's own
+            error does.
     """
     kind = resolve(type_name)
     try:
