@@ -1,4 +1,4 @@
-"""Types of configuration values, which pydantic checks, and the errors for wrong values and unknown keys."""
+"""Types of configuration values that pydantic checks, and the errors for wrong values and unknown keys."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ KV_CONNECTORS = get_args(KvConnector)
 """Names of the connectors that transfer KV caches, the default first; `disaggregation.parameters` implements them."""
 
 SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0
-"""The control plane does not work with a shorter timeout."""
+"""Smallest heartbeat timeout in seconds; the coordinator does not work with a shorter one."""
 
 AUTO = "auto"
 ALL_AT_ONCE = "all"
 ADAPTIVE = "adaptive"
 EVERYTHING = "all"
-"""Replaces a list of hosts and networks: all are allowed."""
+"""Value instead of a list of hosts and networks: all of them are allowed."""
 
 UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
-"""Pydantic's names for the error that a dataclass or a `TypedDict` has no such field."""
+"""Pydantic's error types for a key that is not a field of a dataclass or a `TypedDict`."""
 
 _HOST = re.compile(r"(?=.*[a-z])[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
 
 
 def modality_names(text: str, allowed: Collection[str], owner: str) -> tuple[str, ...]:
-    """Return the modalities of `default_modalities`, a comma-separated list, each once.
+    """Return the modalities in a value of `default_modalities`, without duplicates.
 
     Args:
-        owner: in words, for the error.
+        text: comma-separated names.
+        owner: the model or pipeline, for the error message.
 
     Raises:
-        ConfigError: one of them is not allowed.
+        ConfigError: a modality is not in `allowed`.
     """
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
@@ -54,7 +55,7 @@ def modality_names(text: str, allowed: Collection[str], owner: str) -> tuple[str
 
 
 def _expected(text: str) -> WrapValidator:
-    """Replace all errors of a type by one: "must be ..."."""
+    """Return a validator that replaces every error of a type by "must be `text`"."""
 
     def validate(value: Any, check: Any) -> Any:
         try:
@@ -66,7 +67,7 @@ def _expected(text: str) -> WrapValidator:
 
 
 def as_network(word: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """An address, or a network such as 10.0.0.0/8; None for any other text."""
+    """Return the network of an address, or of a text such as 10.0.0.0/8; None for any other text."""
     try:
         return ipaddress.ip_network(word.strip("[]"), strict=False)
     except ValueError:
@@ -135,27 +136,27 @@ Connectors = Annotated[Mapping[str, Settings], _expected("a mapping of hand-over
 ChunkSizes = Literal["all"] | Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 NoKey = BeforeValidator(_refuse_key)
-"""Marks a field that is not a key of the configuration."""
+"""Validator of a field that is not a key of the configuration: each value is an "unknown key" error."""
 
 NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
-"""Makes a key without a value, such as `stages:`, an empty mapping."""
+"""Validator that reads a key without a value, such as `stages:`, as an empty mapping."""
 
 
 _CHUNK_RULES: Mapping[bool, tuple[TypeAdapter[Any], str]] = {
     True: (TypeAdapter(Boolean), "true or false"),
     False: (TypeAdapter(ChunkSizes), "a list of sizes >= 1 such as [4, 25], or 'all'"),
 }
-"""By whether the key is `adaptive`: its type, and the words that complete "must be ..."."""
+"""Type of a value of `chunks`, and the words after "must be" in its error: for `adaptive` (True), and for edges."""
 
 
 def chunk_value(key: str, value: Any) -> Any:
-    """Return the stored form of a value of `chunks`.
+    """Check a value of `chunks`; return it with sizes as a tuple.
 
     Args:
         key: name of an edge, or `adaptive`.
 
     Raises:
-        ValueError: a wrong type; the text completes the name of the key.
+        ValueError: the type is wrong; the message is to be written after the name of the key.
     """
     adapter, expected = _CHUNK_RULES[key == ADAPTIVE]
     try:
@@ -172,7 +173,7 @@ Chunks = Annotated[
 
 
 def unknown_key(path: str, key: str, known: Collection[str]) -> ConfigError:
-    """The error for an unknown key, with the closest known one (or all of them) as advice."""
+    """Return the error for an unknown key; it suggests the closest known key, or lists up to 30 of them."""
     close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
     where = f"{path}.{key}" if path else key
     if close:

@@ -1,4 +1,4 @@
-"""Settings of an edge's connector, and their defaults."""
+"""Settings of the connector of an edge between stages, and their defaults."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_omni_ext.connectors.registry import check_name
 from vllm_omni_ext.errors import ConfigError
 
 HERE, ANYWHERE = "shared_memory", "tcp"
-"""Default connectors: between processes of one host, and across hosts."""
+"""Names of the default connectors: between processes of one host, and between hosts."""
 
 DEFAULTS: Mapping[str, Any] = {"capacity_bytes": 1024 * MIB, "timeout_s": 0.8, "retention_s": 600.0}
-"""Defaults that differ from `ConnectorConfig`. `timeout_s` is short because data is announced only after it was put."""
+"""Defaults that differ from `ConnectorConfig`. `timeout_s` is short: stages request only data that is stored already."""
 
 LOCAL = frozenset({"host", "port", "device"})
-"""Fields that may differ between the two ends of an edge and between replicas of one stage."""
+"""Fields that may differ between the two stages of an edge, and between replicas of one stage."""
 
 
 class ConnectorSettings(TypedDict, total=False):
-    """The fields of `ConnectorConfig` that may be written."""
+    """The fields of `ConnectorConfig` that a configuration may set."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     name: Text
@@ -41,14 +41,15 @@ class ConnectorSettings(TypedDict, total=False):
 
 
 def connector_settings(path: str, given: Mapping[str, Any], *, spread: bool) -> dict[str, Any]:
-    """Fields of an edge's `ConnectorConfig`, as plain data, without those that each process sets for itself.
+    """Return the fields of an edge's `ConnectorConfig` as plain data, without those that each process sets itself.
 
     Args:
-        path: path of the mapping, for errors.
+        path: path of `given` in the configuration, for errors.
+        given: the user's settings.
         spread: replicas may be on several hosts.
 
     Raises:
-        ConfigError: an unknown field or connector, or a value of the wrong type.
+        ConfigError: a field or connector is unknown, or a value has the wrong type.
     """
     settings = {"name": ANYWHERE if spread else HERE, **DEFAULTS, **checked(ConnectorSettings, given, path=path)}
     check_name(f"{path}.name", settings["name"])

@@ -1,4 +1,7 @@
-"""`stages.<name>.prefill_decode`: the names and paths of its two sides, which have the keys of `ReplicasConfig`."""
+"""Names and paths of the two sides (prefill and decode) of a stage with `prefill_decode`.
+
+Each side has the keys of `ReplicasConfig`.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,32 @@ from vllm_omni_ext.ids import DECODE, PREFILL, SIDES
 PREFILL_DECODE = "prefill_decode"
 
 OF_A_SIDE = ("replicas", "devices")
-"""Keys that must be written for each side instead of for a stage with `prefill_decode`."""
+"""Keys that must be set for each side, and not for the stage, if the stage has `prefill_decode`."""
 
 
 def side_name(stage: str, side: str) -> str:
-    """The name of one side of a stage: `thinker.prefill`."""
+    """Return the name of one side of a stage, e.g. `thinker.prefill`."""
     return f"{stage}.{side}"
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """A stage and its side, from `thinker.prefill`; None for any other name."""
+    """Return stage and side of a name such as `thinker.prefill`; None for any other name."""
     stage, _, side = name.rpartition(".")
     return (stage, side) if stage and side in SIDES else None
 
 
 def stage_path(name: str) -> str:
-    """Path of a stage of the plan in the configuration; a prefill or decode side is below the stage that was split."""
+    """Return the configuration path of a stage of the plan; that of a side is below the stage that was split."""
     split = split_name(name)
     return f"stages.{name}" if split is None else f"stages.{split[0]}.{PREFILL_DECODE}.{split[1]}"
 
 
 def refuse_keys_of_split_stage(path: str, given: Collection[str]) -> None:
-    """Refuse keys of a split stage that must be written for each side.
+    """Raise ConfigError if a split stage sets a key that must be set for each side.
 
     Args:
-        path: path of the stage.
-        given: the keys that were written for the stage itself.
+        path: configuration path of the stage.
+        given: the keys that are set for the stage itself.
     """
     for key in OF_A_SIDE:
         if key in given:

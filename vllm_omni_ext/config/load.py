@@ -1,4 +1,4 @@
-"""Find and read a stage config: a YAML file, or the name of one that comes with the model's plugin."""
+"""Reads a stage config: a YAML file, given by its path or by its name in the package of the model's plugin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys instead of silently using the last one."""
+    """YAML loader that raises ConfigError for a duplicate key; PyYAML uses the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -33,13 +33,13 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def stage_config_names(package: str) -> tuple[str, ...]:
-    """Names of the stage configs in a package; "" stands for no package."""
+    """Return the names of the stage configs in a package; empty for the package ""."""
     files = resources.files(package).iterdir() if package else ()
     return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
 
 
 def pipeline_of(source: str | Path, package: str = "") -> str:
-    """The pipeline that a stage config names, or "". Arguments and errors are those of `load_config`."""
+    """Return the value of `pipeline` in a stage config, or "". Arguments and errors are those of `load_config`."""
     data = _content(source, package)
     name = data.get("pipeline") if isinstance(data, dict) else None
     return name if isinstance(name, str) else ""
@@ -54,7 +54,7 @@ def load_config(source: str | Path, names: Names, package: str = "") -> OmniConf
         package: package with stage configs; "" if there is none.
 
     Raises:
-        ConfigError: not found, not YAML, or wrong content; the message starts with the source.
+        ConfigError: the file is not found, is not YAML or has wrong content; the message starts with the source.
     """
     data = _content(source, package)
     try:

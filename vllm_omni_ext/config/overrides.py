@@ -1,4 +1,4 @@
-"""Merges settings of the command line into those of the file."""
+"""Merges settings from the command line into a stage config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYS = frozenset(each.name for each in fields(StageConfig)) - {"engine_override
 
 
 def parse_overrides(text: str) -> Any:
-    """Read the JSON of `--stage-overrides`: `{"talker": {"replicas": 2, "max_num_seqs": 4}}`."""
+    """Return the data in the JSON of `--stage-overrides`, e.g. `{"talker": {"replicas": 2, "max_num_seqs": 4}}`."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as err:
@@ -28,11 +28,11 @@ def parse_overrides(text: str) -> Any:
 def with_overrides(config: OmniConfig, overrides: Any, names: Names) -> OmniConfig:
     """Merge stage overrides into a config.
 
-    A key of `StageConfig` sets that key (`params`, `env` and `engine` are merged key by key), a field of `EngineArgs`
-    sets the engine's field, and any other key is an error.
+    A key of `StageConfig` replaces that key; `params`, `env` and `engine` are merged key by key. A field of
+    `EngineArgs` is set in `engine`. Any other key is an error.
 
     Args:
-        overrides: a mapping, or the same as JSON.
+        overrides: settings by stage name, as a mapping or as JSON.
     """
     overrides = parse_overrides(overrides) if isinstance(overrides, str) else overrides
     if not isinstance(overrides, Mapping):
@@ -49,10 +49,10 @@ def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig
     """Merge settings into a config.
 
     Args:
-        settings: values of keys of `SETTINGS`, by their names without the group; None: not given.
+        settings: values of keys of `SETTINGS`, by their names without the group; None: the key stays unchanged.
 
     Raises:
-        ConfigError: no such key, or a wrong value; the message starts with the path of the key.
+        ConfigError: a key is unknown or a value is wrong; the message starts with the path of the key.
     """
     given: dict[str, Any] = {}
     for name, value in settings.items():
@@ -68,7 +68,7 @@ def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig
 
 
 def _as_stage(config: OmniConfig, name: str, values: Any) -> tuple[str, Any]:
-    """Map the name of a side, such as "stage.prefill", to its stage if that stage is split."""
+    """Return the settings of a side, such as "stage.prefill", as settings of its stage if that stage is split."""
     split = split_name(name) if isinstance(name, str) else None
     if split is None or config.stage(split[0]).prefill_decode is None:
         return name, values
@@ -85,7 +85,7 @@ def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> Omn
 
 
 def _engine_apart(values: Any, names: Names) -> Any:
-    """Settings of replicas with the fields of the engine below their key `engine`; other data as it is."""
+    """Return settings with the `EngineArgs` fields moved below their key `engine`; return other data unchanged."""
     if not isinstance(values, Mapping):
         return values
     engine = {k: v for k, v in values.items() if k not in _KEYS and (names.engine is None or k in names.engine)}
@@ -98,7 +98,7 @@ def _engine_apart(values: Any, names: Names) -> Any:
 
 
 def _merged(before: Any, over: Any, given: Mapping[str, Any]) -> Any:
-    """The settings `before` with those keys of `over` that were given."""
+    """Return the settings `before`, with the keys in `given` taken from `over`."""
     changes = {key: getattr(over, key) for key in given}
     for key in changes.keys() & {"params", "env"}:
         changes[key] = {**getattr(before, key), **changes[key]}

@@ -1,4 +1,4 @@
-"""Turns plain data (from YAML or JSON) into the schema; errors name the offending key by its full path."""
+"""Converts plain data (from YAML or JSON) to the classes of the schema; errors contain the path of the wrong key."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vllm_omni_ext.ids import SIDES
 _Schema = TypeVar("_Schema")
 _MAPPING = "must be a mapping with string keys"
 _NO_MAPPING = ("dataclass_type", "dict_type", "mapping_type")
-"""Pydantic's names for the error that a value is no mapping."""
+"""Pydantic's error types for a value that is not a mapping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Valid names, from the caller.
+    """The names that a configuration may contain, for the check of its keys.
 
     Attributes:
         stages: the stages of the pipeline.
@@ -46,13 +46,13 @@ class Names:
 
 
 def parse_config(data: Any, names: Names, *, flat: bool = False) -> OmniConfig:
-    """Turn the content of a file into an `OmniConfig`.
+    """Convert the content of a file to an `OmniConfig`.
 
     Args:
-        flat: fields of the engine may be written next to the keys of replicas, so they are suggested there too.
+        flat: `EngineArgs` fields may be written next to the keys of a stage, so errors suggest them there too.
 
     Raises:
-        ConfigError: an unknown key or stage, or a value of the wrong type; the message starts with the path of the key.
+        ConfigError: a key or stage is unknown, or a value has the wrong type; the message starts with the key's path.
     """
     data = {} if data is None else data
     config = checked(OmniConfig, data, engine=names.engine or (), flat=flat)
@@ -67,11 +67,11 @@ def parse_config(data: Any, names: Names, *, flat: bool = False) -> OmniConfig:
 def checked(
     schema: type[_Schema], data: Any, *, path: str = "", engine: Collection[str] = (), flat: bool = False
 ) -> _Schema:
-    """Data with the types of a schema.
+    """Return data converted to a class of the schema.
 
     Args:
         path: path of the data in the configuration.
-        engine: fields of vLLM's `EngineArgs`, for advice about misplaced ones.
+        engine: fields of vLLM's `EngineArgs`; the error for one outside of `engine` contains the right path.
         flat: as for `parse_config`.
 
     Raises:
@@ -128,7 +128,7 @@ def _check_stage(path: str, stage: StageConfig, given: Collection[str], engine: 
 
 
 def _check_names(path: str, given: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """Refuse a key of `given` that is not in `known`; None accepts all keys."""
+    """Raise ConfigError for a key of `given` that is not in `known`; None: all keys are accepted."""
     for key in given:
         if known is not None and key not in known:
             raise unknown_key(path, key, known)

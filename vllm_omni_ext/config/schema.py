@@ -1,4 +1,7 @@
-"""The configuration: every key with its type, its default, its unit and its meaning. No default is set elsewhere."""
+"""The classes of the configuration: each key with its type, default, unit and description.
+
+The defaults of all keys are set here.
+"""
 
 from __future__ import annotations
 
@@ -37,28 +40,29 @@ from vllm_omni_ext.config.checks import (
 from vllm_omni_ext.ports import port_range
 
 STREAM_IDLE_TIMEOUT_S = "stream_idle_timeout_s"
-"""Key of vLLM's `additional_config` that passes the timeout to the engines of streaming stages."""
+"""Key of vLLM's `additional_config` that passes `Timeouts.stream_idle_timeout_s` to the engines of streaming stages."""
 
 STREAM_IDLE_TIMEOUTS = 4
-"""A stream is idle after this many times `chunk_timeout_s`, when its request has failed already."""
+"""A streaming stage drops a stream without input after this many times `chunk_timeout_s`; its request has failed by
+then."""
 
 MAX_MEDIA_TOKENS = "max_media_tokens"
-"""Key of vLLM's `additional_config` that passes the limit to the engines of the frontend."""
+"""Key of vLLM's `additional_config` that passes `Limits.max_media_tokens` to the engines of the frontend."""
 
 OUTGOING, INCOMING = "outgoing", "incoming"
 """Keys of `additional_config` with the connectors of a stage's outgoing and incoming edges, by the edge's name."""
 
 
 ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
-"""Routes that need the API key: all but a few, or those of vLLM's own rule."""
+"""Values of `api_key_routes`: the API key is needed for nearly all routes, or for those of vLLM's own rule."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The unit and the meaning of one configuration key.
+    """Unit, description and command line flag of one configuration key.
 
     Attributes:
-        metavar: of the key's flag, "" for a flag without a value; None: the key has no flag.
+        metavar: placeholder for the value in the help of the key's flag; "": the flag has no value. None: no flag.
     """
 
     unit: str
@@ -79,7 +83,7 @@ _FORBID = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """Settings of replicas that are all alike."""
+    """Settings shared by all replicas of a stage, or by all replicas of one side of a split stage."""
 
     __pydantic_config__ = _FORBID
     replicas: Count = _key(
@@ -105,12 +109,12 @@ class ReplicasConfig:
     engine: Settings = _map("vLLM `EngineArgs` fields of this stage, by their Python name.")
     env: Environment = _map("Environment variables of the stage's replica processes.")
     engine_overrides: Annotated[Settings, NoKey] = field(default_factory=dict)
-    """Engine fields from `--stage-overrides`. Not a key of the file; they override stock command line flags."""
+    """`EngineArgs` fields from `--stage-overrides`, which override stock flags. A file cannot contain this key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillDecode:
-    """A stage with separate prefill and decode replicas."""
+    """Settings of a stage with separate prefill and decode replicas."""
 
     __pydantic_config__ = _FORBID
     connector: KvConnector = _key(KV_CONNECTORS[0], "What moves the KV cache: `mooncake` or `nixl`.")
@@ -154,7 +158,7 @@ class StageConfig(ReplicasConfig):
         "replicas",
     )
     prefill_decode: Annotated[PrefillDecode | None, NullIsEmpty] = None
-    """Below `stages.<name>.prefill_decode`; None: every replica does prefill and decode."""
+    """Settings below `stages.<name>.prefill_decode`; None: every replica does prefill and decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +190,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Times after which a request fails, or a replica is given up."""
+    """Timeouts of requests and replicas."""
 
     __pydantic_config__ = _FORBID
     request_timeout_s: SecondsOrAuto | None = _key(
@@ -221,19 +225,19 @@ class Timeouts:
 
     @property
     def request_limit_s(self) -> float | None:
-        """Seconds that a request may take; a server's plan has no `auto`."""
+        """Return the seconds that a request may take; None for no limit, and for `auto` (no server's plan has it)."""
         limit = self.request_timeout_s
         return None if isinstance(limit, str) else limit
 
     @property
     def stream_idle_timeout_s(self) -> float:
-        """Seconds without input after which a streaming stage drops a stream."""
+        """Return the seconds without input after which a streaming stage drops a stream."""
         return STREAM_IDLE_TIMEOUTS * self.chunk_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Replicas of other hosts and processes."""
+    """Settings for replicas that join from other hosts and processes."""
 
     __pydantic_config__ = _FORBID
     master_address: Text | None = _key(
@@ -268,7 +272,7 @@ class Cluster:
 
     @property
     def ports(self) -> tuple[int, int] | None:
-        """First and last port of `port_range`."""
+        """Return the first and the last port of `port_range`; None if it is not set."""
         return None if self.port_range is None else port_range(self.port_range)
 
 
@@ -334,11 +338,11 @@ class OmniConfig:
     """Settings by stage name; a missing stage has the defaults of `StageConfig`."""
 
     def stage(self, name: str) -> StageConfig:
-        """The settings of a stage, or the defaults if it has none."""
+        """Return the settings of a stage, or the defaults if the configuration has none for it."""
         return self.stages.get(name, StageConfig())
 
     def policy(self, name: str) -> str:
-        """The load balancing policy of a stage: its own, or the top level's."""
+        """Return the load balancing policy of a stage: its own, or the top level's."""
         return self.stage(name).lb_policy or self.lb_policy
 
 
@@ -351,7 +355,7 @@ GROUPS: Mapping[str, Schema] = {"limits": Limits, "timeouts": Timeouts, "cluster
 
 
 def keys(schema: Schema) -> dict[str, Key]:
-    """The keys with plain values that a file may hold at that level, without nested levels."""
+    """Return the keys with plain values that a file may contain at this level, without nested levels."""
     return {f.name: f.metadata["key"] for f in fields(schema) if "key" in f.metadata}
 
 
@@ -362,6 +366,6 @@ SETTINGS: Mapping[str, tuple[str, Key]] = {
 
 
 def setting_path(name: str) -> str:
-    """Path of a key of `SETTINGS` in the configuration: `limits.max_body_mib`."""
+    """Return the path of a key of `SETTINGS` in the configuration, e.g. `limits.max_body_mib`."""
     group, _ = SETTINGS[name]
     return f"{group}.{name}" if group else name

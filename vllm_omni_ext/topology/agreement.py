@@ -1,4 +1,4 @@
-"""Settings that replicas on different hosts must share, as short texts that are compared before a replica may join."""
+"""Hashes of the settings and the model that must be equal on all hosts; the head compares them when a replica joins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HASH_BYTES = 8
 
 LOCAL_FIELDS = frozenset(
     {
-        # How this host runs the engine.
+        # Resources and processes of the engine on this host.
         "cpu_offload_gb",
         "cpu_offload_params",
         "device_ids",
@@ -35,7 +35,7 @@ LOCAL_FIELDS = frozenset(
         "numa_bind_cpus",
         "numa_bind_nodes",
         "shutdown_timeout",
-        # Location and loading of the model on this host; `model_identity` compares the model itself.
+        # Location and loading of the model on this host; the model itself is compared with `model_identity`.
         "download_dir",
         "hf_config_path",
         "hf_token",
@@ -71,26 +71,27 @@ LOCAL_FIELDS = frozenset(
         "served_model_name",
     }
 )
-"""`EngineArgs` fields in which replicas of one stage may differ; all others change results or messages."""
+"""`EngineArgs` fields in which replicas of one stage may differ. All others change results or messages."""
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _CONFIG = "config.json"
 _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version"})
-"""Keys of a config that record its path and the version that wrote it."""
+"""Keys of `config.json` that are not compared: its path, and the version of Transformers that wrote it."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""Size of the samples of a weight file. Names and sizes alone do not distinguish a model from a fine-tuned one."""
+"""Number of samples of a weight file, and bytes of each. A fine-tuned model has the same names and sizes, so that only
+the samples distinguish it."""
 
 
 def config_hash(plan: Plan, stage_name: str) -> str:
-    """Hash of everything in which all replicas of a stage must agree; 16 hexadecimal digits.
+    """Return the hash of all settings that must be equal in all replicas of a stage: 16 hexadecimal digits.
 
     The hash does not include memory, devices, logging, default parameters and the number of replicas.
 
     Raises:
         UnknownMember: no such stage.
-        ConfigError: an engine argument has no stable text.
+        ConfigError: the text of an engine argument differs between processes.
     """
     stage = plan.stage(stage_name)
     path = f"{stage_path(stage.name)}.engine"
@@ -108,16 +109,16 @@ def config_hash(plan: Plan, stage_name: str) -> str:
 
 
 def model_identity(model: str, *, revision: str | None = None, config_path: str | None = None) -> str:
-    """Identity of a model, independent of its path on this host.
+    """Return a text that identifies a model, independent of its path on this host.
 
     Args:
         model: as on the command line: a directory, a file or a hub id.
-        revision: of a hub id.
-        config_path: `EngineArgs.hf_config_path`, if the config lies elsewhere.
+        revision: revision of a hub id.
+        config_path: `EngineArgs.hf_config_path`, if the config is not in the directory of the model.
 
     Returns:
-        For a directory (or file) a hash of its config and of names, sizes and samples of its weights; for a hub id the
-        id with its revision.
+        For a directory or file, a hash of its config and of the names, sizes and samples of its weights; for a hub id,
+        the id with its revision.
 
     Raises:
         ConfigError: the model cannot be read.
@@ -148,7 +149,7 @@ def _without_noise(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weight_file(path: Path) -> list[Any]:
-    """Name, size and hash of evenly spread samples, the first at the start and the last at the end."""
+    """Return a file's name, its size, and the hash of evenly spread samples from its start to its end."""
     size = path.stat().st_size
     last = max(0, size - _SAMPLE_BYTES)
     found = hashlib.sha256()
@@ -160,7 +161,7 @@ def _weight_file(path: Path) -> list[Any]:
 
 
 def _without_places(additional: Any) -> Any:
-    """vLLM's `additional_config` without the addresses of connectors."""
+    """Return vLLM's `additional_config` without the fields of connectors that may differ between hosts."""
     ends = {key: additional[key] for key in (OUTGOING, INCOMING) if key in additional}
     agreed = {
         key: {edge: {k: v for k, v in fields.items() if k not in LOCAL} for edge, fields in edges.items()}
@@ -170,7 +171,7 @@ def _without_places(additional: Any) -> Any:
 
 
 def _plain(path: str, value: Any) -> Any:
-    """Convert a value to plain JSON data with the same text in every process."""
+    """Convert a value to plain JSON data that has the same text in every process."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):

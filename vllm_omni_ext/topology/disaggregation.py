@@ -1,4 +1,4 @@
-"""A stage with `prefill_decode` becomes two, with a KV edge between them. Pure; a split pipeline stays unchanged."""
+"""Splits a stage with `prefill_decode` into a prefill and a decode stage, with a KV edge between them. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vllm_omni_ext.plugins.spec import KV, EdgeSpec, PipelineSpec, StageSpec
 
 
 def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, OmniConfig]:
-    """Split every stage that has `prefill_decode`.
+    """Split every stage that has `prefill_decode` and is not split yet.
 
     Returns:
         A pipeline with `X.prefill` and `X.decode` in the place of X, in this order, and a configuration with settings
-        for both and none for X. Without `prefill_decode` they are returned as they are.
+        for both and none for X. If there is no stage to split, both are returned unchanged.
 
     Raises:
         ConfigError: a stage cannot be split, or its settings contradict each other.
@@ -42,19 +42,19 @@ def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, Om
 
 
 def transfer_settings(split: PrefillDecode) -> TransferSettings:
-    """Connector settings of the engines of both sides; missing ones have the connector's default."""
+    """Return the settings of the KV connector in the engines of both sides; missing ones have its defaults."""
     given = {f.name: getattr(split, f.name) for f in fields(TransferSettings)}
     return TransferSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[str, Any]], config: OmniConfig) -> None:
-    """Refuse engine arguments with which the target of a KV edge cannot use the KV cache of its source.
+    """Check that the target of each KV edge can use the KV cache of its source.
 
     Args:
         engine_args: `EngineArgs` fields by stage.
 
     Raises:
-        ConfigError: the message starts with the path of `prefill_decode`.
+        ConfigError: engine arguments of the two differ; the message starts with the path of the target's argument.
     """
     for edge in edges:
         split = config.stage(edge.target).prefill_decode
@@ -108,7 +108,7 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: TransferS
 
 
 def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
-    """The same edge at a split stage: prefill receives prompts, and sends the hidden states of the prompt."""
+    """Return an edge of a split stage, connected to a side: prefill for its inputs and tensors, decode for tokens."""
     source, target = edge.source, edge.target
     if source == stage:
         source = side_name(stage, PREFILL if edge.kind == "tensors" else DECODE)
@@ -129,7 +129,7 @@ def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: Pref
 
 
 def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig) -> StageConfig:
-    """Settings of a side, merged into those of the whole stage."""
+    """Return the settings of a side: those of the split stage, overridden by the side's own."""
     own = {name: getattr(side, name) for name in ("lb_policy", "kv_cache_bytes", "cpu_threads")}
     return replace(
         stage,

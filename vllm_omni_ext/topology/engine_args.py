@@ -1,6 +1,6 @@
-"""The engine arguments of a stage: those of the user from all layers, and those of the pipeline. None is dropped.
+"""Merges the engine arguments of a stage: the user's from file, flags and overrides, and the pipeline's. Pure.
 
-Pure.
+An argument is used, or refused with an error; none is dropped.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ SHARED_FIELDS = frozenset(
         "use_tqdm_on_load",
     }
 )
-"""Stock flags about the whole model or the whole server, which apply to every stage. All other stock flags apply to the
-frontend alone.
+"""Stock flags about the whole model or the whole server, which apply to every stage. All other stock flags apply only
+to the frontend.
 """
 
 COMPILATION = "compilation_config"
-"""The engine argument with the settings of vLLM's compilation."""
+"""Name of the engine argument with vLLM's compilation settings."""
 
 Connections = Mapping[str, Mapping[str, Any]]
 """Fields of `ConnectorConfig` by the name of the edge."""
@@ -69,7 +69,7 @@ DATA_PARALLEL: Mapping[str, object] = {
     "data_parallel_multi_port_external_lb": False,
     "enable_elastic_ep": False,
 }
-"""Engine fields that a stage's replicas replace, with the one value that is accepted."""
+"""Engine fields of vLLM's data parallelism, which a stage's replicas replace; each with the only accepted value."""
 
 _RESERVED: Mapping[str, tuple[str, object]] = {
     "model": ("the model is given once, on the command line; remove it", None),
@@ -81,22 +81,22 @@ _RESERVED: Mapping[str, tuple[str, object]] = {
     "_api_process_count": (_API, 1),
     "_api_process_rank": (_API, 0),
 }
-"""Engine fields that the plan sets: the advice in the error, and the one value that is accepted."""
+"""Engine fields that the plan sets: each with the advice in the error, and the only accepted value."""
 
 _INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_size instead"}
-"""The advice for a field that a pipeline fixes."""
+"""The advice in the error for a field that a pipeline sets, instead of "remove it"."""
 
 
 def user_engine_args(
     spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any], takes_stock_flags: bool
 ) -> dict[str, Any]:
-    """The user's engine arguments of a stage: `--stage-overrides` over stock flags over the file.
+    """Return the user's engine arguments of a stage. `--stage-overrides` override stock flags; those override the file.
 
     Args:
-        takes_stock_flags: all stock flags apply to the stage; otherwise only those about the whole model.
+        takes_stock_flags: all stock flags apply to the stage; otherwise only those in `SHARED_FIELDS`.
 
     Raises:
-        ConfigError: a field that the pipeline or the plan sets.
+        ConfigError: the user sets a field that the pipeline or the plan sets.
     """
     path = f"{stage_path(spec.name)}.engine"
     flags = {
@@ -118,7 +118,7 @@ def user_engine_args(
 
 
 def parallel_size(path: str, field: str, args: Mapping[str, Any]) -> int:
-    """Read `tensor_parallel_size` or `pipeline_parallel_size`."""
+    """Return `tensor_parallel_size` or `pipeline_parallel_size`; ConfigError if it is not an integer >= 1."""
     value = args.get(field, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{path}.engine.{field}: must be an integer >= 1, got {value!r}")
@@ -136,7 +136,7 @@ def _check_free(where: str, key: str, value: Any, spec: StageSpec) -> None:
 
 
 def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Engine arguments whose compilation keeps operators as vLLM's own kernels.
+    """Return engine arguments whose `compilation_config` also enables vLLM's own kernels of these operators.
 
     Args:
         args: `EngineArgs` fields; operators that they enable or disable by name stay as they are.
@@ -156,10 +156,10 @@ def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
 
 
 def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
-    """The connectors of a pipeline's edges.
+    """Return the connector settings of a pipeline's tensor edges, by the name of the edge.
 
     Raises:
-        ConfigError: settings of an unknown edge, or wrong ones; the message starts with their path.
+        ConfigError: an edge is unknown, or a setting is wrong; the message starts with the path.
     """
     names = [edge.name for edge in pipeline.edges if edge.kind == "tensors" and edge.name]
     for name in config.connectors:
@@ -170,9 +170,9 @@ def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[st
 
 
 def connector_config(pipeline: PipelineSpec, stage: StageSpec, connected: Connections) -> dict[str, Any]:
-    """A stage's connectors for vLLM's `additional_config`; empty if no tensor edge begins or ends at the stage.
+    """Return a stage's connectors for vLLM's `additional_config`; empty if no tensor edge begins or ends at the stage.
 
-    Both sides of a split stage send: decode replicas also prefill while there is no prefill replica.
+    Both sides of a split stage can send tensors: decode replicas compute prompts while there is no prefill replica.
     """
     edges = [edge for edge in pipeline.edges if edge.name in connected]
     whole = {spec.name: spec.model_stage for spec in pipeline.stages}

@@ -1,4 +1,4 @@
-"""A plan, and the memory of its devices, as text for people and as plain data for programs. Pure."""
+"""Formats a plan and the memory of its devices: as text for people, and as plain data for programs. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_omni_ext.topology.memory import Sheet, gib
 from vllm_omni_ext.topology.plan import Headless, Plan, ReplicaPlan, StagePlan
 
 CACHE_TYPE, SHARED_CACHE = "mm_processor_cache_type", "shm"
-"""vLLM's engine argument, and the value that puts the cache in memory an engine reads too."""
+"""vLLM's engine argument for the multimodal processor cache, and its value for a cache in shared memory."""
 
 _PARTS = ("weights", "activations", "graphs", "buffers", "context")
 """Attributes of `Need` that are shown for each replica."""
@@ -26,7 +26,7 @@ _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
 def explain(plan: Plan, headless: Headless | None = None) -> str:
-    """The plan as text: process tree, edges, devices, then each stage with its differences from vLLM's defaults."""
+    """Return the plan as text: process tree, edges, settings, memory, and each stage's changes to vLLM's defaults."""
     lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
     lines += [f"  {line}" for line in _processes(plan, headless)]
     lines += ["", "hand-overs"]
@@ -40,7 +40,7 @@ def explain(plan: Plan, headless: Headless | None = None) -> str:
 
 
 def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
-    """The plan as plain JSON data, with the same content as the text."""
+    """Return the plan as plain JSON data, with the same content as `explain`."""
     config = asdict(plan.config)
     del config["stages"]
     return {
@@ -85,7 +85,7 @@ def _edge(plan: Plan, edge: EdgeSpec) -> str:
 
 
 def unshared_caches(plan: Plan) -> list[str]:
-    """Warnings about multimodal caches that several processes should share but do not."""
+    """Return lines for the user about multimodal processor caches that processes cannot share in this plan."""
     lines = []
     if plan.api_servers > 1:
         lines.append(f"{plan.api_servers} API servers, each with its own multimodal processor cache; none is shared")
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 
 
 def memory_lines(sheets: Sequence[Sheet]) -> list[str]:
-    """One block of lines per device: the memory of each replica and the remaining memory, in GiB."""
+    """Return a block of lines for each device: the memory of each replica, and the free memory, in GiB."""
     names = max([len("free"), *(len(share.replica) for sheet in sheets for share in sheet.shares)])
     lines = []
     for sheet in sheets:
@@ -189,7 +189,7 @@ def memory_lines(sheets: Sequence[Sheet]) -> list[str]:
 
 
 def memory_data(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
-    """The same as plain data, in bytes and tokens."""
+    """Return the memory of each device and replica as plain data, in bytes and tokens."""
     return [
         {
             "device": sheet.device,

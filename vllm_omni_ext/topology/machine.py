@@ -1,4 +1,4 @@
-"""The machine of the replicas, and the defaults of a replica on a CPU machine. Pure."""
+"""The hardware on which replicas run, and the defaults of a replica on a CPU machine. Pure."""
 
 from __future__ import annotations
 
@@ -18,29 +18,31 @@ _WORDS = re.compile(r"cuda:(\d+(?:\.\d+)?)(GiB|MiB)(?:x(\d+))?")
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 
 MAX_NUM_SEQS = 16
-"""Sequences that a replica on a CPU runs at once."""
+"""Default of `max_num_seqs` on a CPU machine."""
 
 SMALL_CACHE_BYTES = 32 << 20
-"""Minimum KV cache when the size is computed: enough for many short sequences instead of a long one."""
+"""Smallest KV cache in bytes that is computed from the model's sizes: enough for many short sequences."""
 
 SPARE_TOKENS = 512
-"""Room in addition to one sequence of full length: vLLM keeps a block for itself and rounds up to whole blocks."""
+"""Tokens of a KV cache in addition to one sequence of full length: vLLM keeps a block for itself and rounds up."""
 
 SMALLEST_CACHE_BYTES = 16 << 20
-"""For a stage without a KV cache: an explicit size keeps the engine from claiming most of the memory at start."""
+"""Smallest default of `kv_cache_memory_bytes`, also for a stage without a KV cache. Without that argument, the engine
+would claim most of the memory when it starts."""
 
 THREADS = "OMP_NUM_THREADS"
-"""Environment variable with the compute threads of a replica."""
+"""Environment variable with a replica's number of compute threads."""
 
 CACHE_PART_OF_MEMORY = 0.5
-"""Part of the memory that all KV caches together may take by default."""
+"""Fraction of the host's memory that all KV caches together may take by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine of the replicas. `memory_bytes` is the host's.
+    """The hardware of a host that runs replicas.
 
     Attributes:
+        memory_bytes: memory of the host, not of its devices.
         device_bytes: memory of each CUDA device as NVML reports it; empty if not known.
     """
 
@@ -52,12 +54,12 @@ class Machine:
 
 
 def parse_machine(text: str, here: Machine) -> Machine:
-    """Parse a machine.
+    """Return the machine that a text describes (`--machine`).
 
     Args:
         text: `cuda:SIZExCOUNT` with the size of each device as `nvidia-smi` shows it, in GiB or MiB, and their number
             (1 if left out); or `cpu`.
-        here: supplies the cores and the memory of the host, which the text does not name.
+        here: this machine, whose cores and host memory the result has.
 
     Raises:
         ConfigError: the text is neither.
@@ -72,13 +74,13 @@ def parse_machine(text: str, here: Machine) -> Machine:
 
 
 def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas: int) -> dict[str, Any]:
-    """`EngineArgs` of a replica on a CPU machine that the user did not set.
+    """Return the default `EngineArgs` of a replica on a CPU machine.
+
+    If the model's sizes are known, the KV cache has room for one sequence of full length, but at most the replica's
+    share of half of the memory. If that is too little, `max_model_len` is lowered to the length that fits.
 
     Args:
         replicas: number of replicas of all stages.
-
-    The cache holds one sequence of full length if the facts are known and half of the memory, divided by all replicas,
-    suffices; otherwise `max_model_len` is lowered to the length that fits.
     """
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -97,16 +99,16 @@ def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas:
 
 
 def cpu_environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[str, str]:
-    """Environment of a replica: a single process without worker processes, no pinning, its part of the cores."""
+    """Return a replica's environment: one process without workers, threads for its share of the cores, not pinned."""
     threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
     return {THREADS: str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def check_cpu(config: OmniConfig, user: Mapping[str, Mapping[str, Any]], machine: Machine) -> None:
-    """Refuse settings that no CPU machine, or not this one, supports.
+    """Check the settings that a CPU machine does not support, and the sum of the KV caches.
 
     Args:
-        user: the engine arguments that the user gave, by stage.
+        user: the engine arguments that the user has set, by stage.
 
     Raises:
         ConfigError: devices, sleep mode, or KV caches that are larger than the memory.

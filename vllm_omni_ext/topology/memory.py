@@ -1,4 +1,4 @@
-"""The memory that each replica needs on its CUDA devices, and the division of a device between replicas. Pure."""
+"""Computes the memory that each replica needs on its CUDA devices, and divides devices between replicas. Pure."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 CONTEXT_BYTES = 600 * MIB
-"""A process's CUDA context with the code of its kernels. About 0.5 GiB on an H100, allocated before vLLM measures free
-memory, so that it is outside `gpu_memory_utilization`.
+"""A process's CUDA context with the code of its kernels: about 0.5 GiB on an H100. It is allocated before vLLM
+measures free memory, so that `gpu_memory_utilization` does not include it.
 """
 
 COMMUNICATION_BYTES = GIB
-"""NCCL's channels and vLLM's buffers for all-reduce, if a replica has several devices. An estimate; also allocated
-before vLLM measures.
+"""NCCL's channels and vLLM's buffers for all-reduce, if a replica has several devices. An estimate. They are allocated
+before vLLM measures free memory too.
 """
 
 LIBRARY_BYTES = 512 * MIB
-"""Workspaces: FlashInfer's attention has 394 MiB (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`), cuBLAS and cuDNN the
-rest."""
+"""Workspaces of libraries in each process: 394 MiB for FlashInfer's attention
+(`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`), the rest for cuBLAS and cuDNN."""
 
 GRAPH_LAYER_BYTES = 512 << 10
-"""A layer in one captured graph. vLLM logs 0.5 to 0.85 GiB for 67 sizes of models with 32 to 36 layers, which is half
-of this; the other half is for layers with experts. An estimate.
+"""Bytes of one layer in one captured CUDA graph, an estimate. vLLM logs 0.5 to 0.85 GiB for 67 sizes of models with 32
+to 36 layers, which is half of this value; the other half is for layers with experts.
 """
 
 MOST_CAPTURED_TOKENS = 512
-"""The largest batch vLLM captures by default; the default is twice `max_num_seqs` below that."""
+"""Largest batch that vLLM captures by default, in tokens: twice `max_num_seqs`, and at most this."""
 
 LOGIT_BYTES = 18
-"""Bytes per logit at the peak of sampling: in 16 bits, in float32, scaled, as probability and sorted."""
+"""Bytes per logit at the peak of sampling: 2 in 16 bits, and 4 each in float32, scaled, as probability and sorted."""
 
 COUNT_BITS = 33
 """Bits per vocabulary entry of each sequence for penalties: an int32 count and one bit for the prompt."""
 
 DEFAULT_BLOCK_TOKENS = 16
-"""Tokens of a block of vLLM's KV cache."""
+"""Tokens of a block of vLLM's KV cache, if `block_size` is not set."""
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float": 4}
-"""Bytes per number by `EngineArgs.dtype`; all others have 2, also `auto`, which is never float32 on CUDA."""
+"""Bytes per number by `EngineArgs.dtype`. All other dtypes have 2, also `auto`, which is never float32 on CUDA."""
 
 ONLINE_BYTES: Mapping[str, float] = {
     "fp8": 1,
@@ -57,30 +57,31 @@ ONLINE_BYTES: Mapping[str, float] = {
     "mxfp8": 1 + 1 / 32,
     "nvfp4_per_token": 0.5 + 1 / 16,
 }
-"""Bytes per weight by `EngineArgs.quantization`, for those that vLLM applies to any checkpoint while loading."""
+"""Bytes per weight by `EngineArgs.quantization`, for the methods that vLLM applies to any checkpoint while loading."""
 
 DRIVER_BYTES = int(0.8 * GIB)
-"""Memory of the driver: a process sees that much less than NVML reports (0.4 GiB on a small card, 0.8 on an A100)."""
+"""Memory of the driver: the total that a process gets from CUDA is lower than NVML's by this (0.4 GiB on a small card,
+0.8 on an A100)."""
 
 MARGIN = 0.02
-"""Part of the visible memory that is kept free for fragmentation and for errors of the estimates."""
+"""Fraction of `Sheet.visible` that is kept free for fragmentation and for errors of the estimates."""
 
 DEFAULT_UTILIZATION = 0.92
-"""vLLM's default `gpu_memory_utilization`; a replica alone on its devices takes no more without need."""
+"""vLLM's default `gpu_memory_utilization`. A replica alone on its devices gets more only if it needs more."""
 
 NOMINAL_DEVICE, NOMINAL_SHARE = 10**24, 10**12
-"""Where the sizes of stages or devices are not known, a device has that many bytes, and a replica needs its stage's
-`gpu_share` in units of the second number; the rest is divided in the same proportion."""
+"""If the sizes of stages or devices are not known, each device is nominal: it has `NOMINAL_DEVICE` bytes. A replica
+needs `gpu_share` of its stage times `NOMINAL_SHARE` bytes. The rest is divided in the same proportion."""
 
 SHARED_DEVICE_MEMORY = 0.9
-"""Part of a nominal device that its replicas get together; the remainder is for CUDA contexts."""
+"""Fraction of a nominal device that its replicas get together; the remainder is for CUDA contexts."""
 
 
 class DoesNotFit(ConfigError):
-    """A device is too small.
+    """A device is too small for its replicas.
 
     Args:
-        sheets: the devices with the smallest KV caches.
+        sheets: all devices, with the smallest possible KV cache of each replica.
     """
 
     def __init__(self, message: str, sheets: Sequence[Sheet]) -> None:
@@ -90,17 +91,17 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes on each device of a replica.
+    """The memory that a replica needs on each of its devices, in bytes.
 
     Attributes:
         weights: weights as loaded, after quantization.
         activations: peak of a step or of the encoder's largest input, workspaces included.
         encodes: the stage has an encoder, and vLLM profiles it with a picture or a video.
         graphs: CUDA graphs.
-        buffers: buffers for all sequences, besides the KV cache.
-        context: memory allocated before vLLM measures free memory.
+        buffers: buffers for all sequences, without the KV cache.
+        context: memory that is allocated before vLLM measures free memory.
         kv_token: KV cache of one token; 0 = the stage has no KV cache.
-        sequence_tokens: the longest sequence, for which the KV cache must have room.
+        sequence_tokens: tokens of the longest sequence, for which the KV cache must have room.
         block_tokens: tokens of a block of the KV cache.
     """
 
@@ -116,18 +117,18 @@ class Need:
 
     @property
     def fixed(self) -> int:
-        """Bytes that `gpu_memory_utilization` must cover besides the KV cache."""
+        """Return the bytes within `gpu_memory_utilization`, without the KV cache."""
         return self.weights + self.activations + self.graphs + self.buffers
 
     @property
     def least_kv(self) -> int:
-        """KV cache of one sequence of full length, with the block that vLLM keeps for itself."""
+        """Return the bytes of a KV cache for one sequence of full length, and for the block that vLLM reserves."""
         blocks = -(-self.sequence_tokens // self.block_tokens) + 1
         return blocks * self.block_tokens * self.kv_token
 
 
 def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -> Need:
-    """Compute the memory that a replica needs.
+    """Return the memory that a replica needs on each of its devices.
 
     Args:
         args: the resolved `EngineArgs` fields of the stage.
@@ -161,7 +162,7 @@ def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -
 
 
 def nominal_need(share: float) -> Need:
-    """Return the memory on a device of nominal size that a replica needs whose stage has this `gpu_share`."""
+    """Return the memory that a replica needs on a nominal device, if its stage has this `gpu_share`."""
     return Need(kv_token=round(share * NOMINAL_SHARE), block_tokens=1)
 
 
@@ -175,7 +176,7 @@ def _weights(facts: StageFacts, args: Mapping[str, Any], width: int, ranks: int)
 
 
 def _encoded_tokens(encoder: EncoderMemory, args: Mapping[str, Any], length: int) -> int:
-    """Tokens of the images, or of the video, with which vLLM profiles the encoder."""
+    """Return the number of tokens of the image or video with which vLLM profiles the encoder."""
     limits = args.get("limit_mm_per_prompt") or {}
     allowed = {kind: _count(limits.get(kind, 1)) > 0 for kind in ("image", "video")}
     if not any(allowed.values()):
@@ -185,13 +186,13 @@ def _encoded_tokens(encoder: EncoderMemory, args: Mapping[str, Any], length: int
 
 
 def _count(limit: Any) -> int:
-    """A limit of `limit_mm_per_prompt` as a number: an integer, or an object with `count`."""
+    """Return the number in a value of `limit_mm_per_prompt`: an integer, or a mapping with `count`."""
     value = limit.get("count", 1) if isinstance(limit, Mapping) else limit
     return int(value) if isinstance(value, int) else 1
 
 
 def _graphs(layers: int, sequences: int) -> int:
-    """Bytes of all captured sizes: 1, 2, 4, then every 8th up to 256 and every 16th above."""
+    """Return the bytes of all captured CUDA graphs: for 1, 2, 4 tokens, every 8th up to 256, every 16th above."""
     largest = min(2 * sequences, MOST_CAPTURED_TOKENS)
     sizes = (1, 2, 4, *range(8, 256, 8), *range(256, MOST_CAPTURED_TOKENS + 1, 16))
     return layers * len([size for size in sizes if size <= largest]) * GRAPH_LAYER_BYTES
@@ -206,7 +207,7 @@ def _kv_width(args: Mapping[str, Any], width: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Devices and memory that the replicas of one stage require.
+    """The devices and the memory that the replicas of one stage need, with the user's settings of both.
 
     Attributes:
         need: memory on each device of each replica.
@@ -214,8 +215,8 @@ class Demand:
         tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.
         devices: `stages.<name>.devices`: all devices of all replicas in order, or only those of the first replica; None
             = place automatically.
-        utilization: `gpu_memory_utilization` if the user set it.
-        kv_bytes: KV cache per device if the user set it.
+        utilization: `gpu_memory_utilization`, if the user has set it.
+        kv_bytes: bytes of the KV cache on each device, if the user has set them.
     """
 
     stage: str
@@ -229,32 +230,32 @@ class Demand:
 
     @property
     def per_replica(self) -> int:
-        """Devices of one replica."""
+        """Return the number of devices of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def kv(self) -> int:
-        """Minimum size of the KV cache."""
+        """Return the bytes of the smallest KV cache: as the user has set them, or for one sequence of full length."""
         return self.need.least_kv if self.kv_bytes is None else self.kv_bytes
 
     @property
     def grows(self) -> bool:
-        """Whether the KV cache grows into the remaining memory."""
+        """Whether the KV cache gets a share of the remaining memory: the user has set no size."""
         return bool(self.need.kv_token) and self.utilization is None and self.kv_bytes is None
 
     @property
     def size(self) -> int:
-        """Bytes of a device that a replica needs at least, without its context."""
+        """Return the bytes that a replica needs at least on a device, without its context."""
         return self.need.fixed + self.kv
 
     def least(self, visible: int) -> int:
-        """The same, or the part of the visible bytes that the user set."""
+        """Return `size`, or the fraction of the visible bytes that the user has set as `gpu_memory_utilization`."""
         return self.size if self.utilization is None else int(self.utilization * visible)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One replica's part of one device. `kv_bytes` is below the minimum of the need only if the user set it."""
+    """The memory of one replica on one device. `kv_bytes` is below `need.least_kv` only if the user has set it."""
 
     replica: str
     demand: Demand
@@ -262,23 +263,23 @@ class Share:
 
     @property
     def need(self) -> Need:
-        """The memory that the replica needs."""
+        """Return the memory that the replica needs."""
         return self.demand.need
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens the KV cache holds."""
+        """Return the number of tokens for which the KV cache has room; 0 without a KV cache."""
         return self.kv_bytes // self.need.kv_token if self.need.kv_token else 0
 
     @property
     def total(self) -> int:
-        """All bytes of the replica on the device, its context included."""
+        """Return all bytes of the replica on the device, its context included."""
         return self.need.fixed + self.need.context + self.kv_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """One device: its memory in bytes as NVML reports it, and the shares of its replicas."""
+    """One device, and the memory of each replica on it. `device_bytes` is the device's memory as NVML reports it."""
 
     device: int
     device_bytes: int
@@ -286,27 +287,27 @@ class Sheet:
 
     @property
     def nominal(self) -> bool:
-        """Whether the device stands for one whose size, or whose stages' sizes, are not known."""
+        """Whether the size of the device or the sizes of its stages are not known (see `NOMINAL_DEVICE`)."""
         return self.device_bytes == NOMINAL_DEVICE
 
     @property
     def visible(self) -> int:
-        """Total bytes that the device reports to a process; `gpu_memory_utilization` is a fraction of them."""
+        """Return the total bytes that CUDA reports to a process; `gpu_memory_utilization` is a fraction of them."""
         return max(0, self.device_bytes - DRIVER_BYTES)
 
     @property
     def usable(self) -> int:
-        """Bytes that can be assigned to replicas, contexts included."""
+        """Return the bytes that can be assigned to replicas, contexts included."""
         return int(self.visible * (SHARED_DEVICE_MEMORY if self.nominal else 1 - MARGIN))
 
     @property
     def needed(self) -> int:
-        """Bytes that the replicas need at least."""
+        """Return the bytes that the replicas need at least, contexts included."""
         return sum(each.demand.least(self.visible) + each.need.context for each in self.shares)
 
     @property
     def free(self) -> int:
-        """Unassigned bytes, without the reserve; negative if the device is too small."""
+        """Return the unassigned bytes of `usable`; negative if the device is too small."""
         return self.usable - sum(share.total for share in self.shares)
 
 
@@ -315,16 +316,17 @@ def divide(
 ) -> tuple[dict[str, float], tuple[Sheet, ...]]:
     """Assign the memory of all devices to replicas.
 
-    Every replica gets its need with the KV cache of one full sequence. The remaining memory of a device goes to its KV
-    caches, in equal numbers of tokens; a replica alone on a device takes at most `DEFAULT_UTILIZATION` that way. Values
-    set by the user stay unchanged. All replicas of a stage have the values of its fullest device.
+    Every replica gets the memory that it needs, with a KV cache for one sequence of full length. The remaining memory
+    of a device is added to its KV caches, in equal numbers of tokens. A replica alone on a device gets at most
+    `DEFAULT_UTILIZATION` that way. Values set by the user stay unchanged. All replicas of a stage get the same values:
+    those for the device of the stage with the least remaining memory.
 
     Returns:
         `gpu_memory_utilization` by stage, where it differs from vLLM's default, and one sheet per device.
 
     Raises:
         DoesNotFit: a device is too small.
-        ConfigError: values that the user set are too small, or too large together.
+        ConfigError: a value that the user has set is too small, or their sum is too large.
     """
     sheets = [_least(number, size, demands, placed) for number, size in enumerate(device_bytes)]
     for sheet in sheets:
@@ -348,7 +350,7 @@ def divide(
 def _least(
     number: int, size: int, demands: Sequence[Demand], placed: Mapping[str, tuple[tuple[int, ...], ...]]
 ) -> Sheet:
-    """A device whose KV caches have their minimum size, or fill the parts that the user set."""
+    """Return a device whose KV caches have their smallest size, or fill the `gpu_memory_utilization` of the user."""
     sheet, shares = Sheet(device=number, device_bytes=size, shares=()), []
     for demand in demands:
         kv = demand.kv
@@ -361,7 +363,7 @@ def _least(
 
 
 def _extra_tokens(demand: Demand, sheet: Sheet) -> int:
-    """Tokens beyond one sequence for which a device has room in this and all other KV caches that grow."""
+    """Return the number of tokens that can be added to each KV cache of a device that grows."""
     room = sheet.usable - sheet.needed
     if len(sheet.shares) == 1:
         default = int(DEFAULT_UTILIZATION * sheet.visible) - demand.size
@@ -370,7 +372,7 @@ def _extra_tokens(demand: Demand, sheet: Sheet) -> int:
 
 
 def _utilization(demand: Demand, take: int, sheets: Sequence[Sheet]) -> float | None:
-    """The part that `take` bytes are of a stage's devices; None if that is vLLM's default."""
+    """Return the `gpu_memory_utilization` for `take` bytes on the stage's devices; None for vLLM's default."""
     sizes = {sheet.visible for sheet in sheets}
     default = DEFAULT_UTILIZATION * min(sizes)
     alone = all(len(sheet.shares) == 1 for sheet in sheets)
@@ -384,11 +386,11 @@ def _utilization(demand: Demand, take: int, sheets: Sequence[Sheet]) -> float | 
         )
     if sheets[0].nominal:
         return math.floor(take / sizes.pop() * 1000 + 1e-6) / 1000
-    return math.ceil(take / sizes.pop() * 10_000) / 10_000  # not less than it needs
+    return math.ceil(take / sizes.pop() * 10_000) / 10_000  # rounded up: not less than `take`
 
 
 def _check_user_values(sheet: Sheet) -> None:
-    """Refuse sizes that cannot hold the weights and one sequence."""
+    """Raise ConfigError for a size set by the user that cannot hold the weights and one sequence of full length."""
     for demand in (share.demand for share in sheet.shares):
         need, path, part = demand.need, stage_path(demand.stage), demand.utilization
         if demand.kv_bytes is not None and need.kv_token and demand.kv_bytes < need.least_kv:
@@ -410,9 +412,10 @@ def _check_user_values(sheet: Sheet) -> None:
 
 
 def _check_fits(sheets: Sequence[Sheet]) -> None:
-    """Raise DoesNotFit for the largest shortfall. If the user set every share of a device, only their sum is checked.
+    """Raise DoesNotFit for the device that lacks the most bytes.
 
-    A nominal device is too small if the shares that the user set leave less than 0.01 of it to the others.
+    If the user has set the `gpu_memory_utilization` of all replicas of a device, only their sum is checked. A nominal
+    device is too small if the values that the user has set leave less than 0.01 of it to the other replicas.
     """
     short: list[Sheet] = []
     for sheet in sheets:
@@ -456,5 +459,5 @@ def _too_small(sheet: Sheet) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB with one decimal."""
+    """Return bytes as text in GiB with one decimal."""
     return f"{size / GIB:.1f}"

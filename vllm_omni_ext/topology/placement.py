@@ -1,8 +1,8 @@
-"""The CUDA devices of replicas, and the order in which replicas start. Pure.
+"""Assigns CUDA devices to replicas, and determines the order in which replicas start. Pure.
 
-Replicas that share a device start one after the other, all others at once: vLLM sizes a KV cache from the device's free
-memory before it loads the weights and after its profile run, and memory that another replica allocates or frees in
-between is attributed to this replica.
+Replicas that share a device start one after the other, all others at the same time. vLLM computes the size of a KV
+cache from the device's free memory before it loads the weights and after its profile run. Memory that another replica
+allocates or frees in between would be counted as this replica's.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from vllm_omni_ext.topology.plan import Plan, ReplicaPlan
 Devices = tuple[int, ...]
 
 WHOLE_DEVICE = 1.0
-"""Part of a device's memory that a replica is assumed to take if its plan sets none."""
+"""Fraction of a device's memory that a replica is assumed to take without `gpu_memory_utilization` in its plan."""
 
 
 def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devices, ...]]:
-    """Assign devices to every replica.
+    """Return the devices of every replica, by stage.
 
-    Configured devices are used as written. Devices of one replica alone are a template that replica r shifts by r times
-    the devices per replica: '0,1' makes 0,1 and 2,3. Replicas without configured devices follow in stage order, each on
-    the devices with the least memory needed so far. With enough devices every replica has its own; with two, the
-    largest stage has one for itself; with one, all replicas share it.
+    Configured devices are used as written. If only the first replica's devices are configured, each further replica
+    gets the next ones: '0,1' makes 0,1 and 2,3. Replicas without configured devices follow in stage order. Each gets
+    the devices with the least memory assigned so far. With enough devices, every replica has its own.
 
     Raises:
-        ConfigError: counts that do not match; the message shows the arithmetic.
+        ConfigError: the number of configured devices is wrong, or a device does not exist.
     """
     placed: dict[str, tuple[Devices, ...]] = {}
     load = [0] * device_count
@@ -105,11 +104,11 @@ def _arithmetic(demand: Demand) -> str:
 
 
 def start_order(plan: Plan) -> list[ReplicaId]:
-    """The replicas of a plan, largest device memory first, equal ones in the plan's order.
+    """Return the ids of all replicas in start order: the largest device memory first, equal ones in the plan's order.
 
-    The largest one goes first because loading and profiling temporarily need more memory than the replica keeps
-    (weights that are quantized while they are read, activations of the profile run), which an empty device has. A model
-    that does not fit is also detected before another replica starts on the device.
+    The largest replica starts first because loading and profiling temporarily need more memory than the replica keeps
+    (weights that are quantized while they are read, activations of the profile run), and an empty device has it. A
+    model that does not fit is also detected before another replica starts on the device.
     """
 
     def memory(replica: ReplicaPlan) -> float:
@@ -120,12 +119,15 @@ def start_order(plan: Plan) -> list[ReplicaId]:
 
 
 def devices_of(plan: Plan) -> dict[ReplicaId, tuple[int, ...]]:
-    """The devices of every replica, in start order; none on a CPU machine."""
+    """Return the devices of every replica, in start order; empty tuples on a CPU machine."""
     return {replica: plan.replica(replica).devices for replica in start_order(plan)}
 
 
 def longest_sequence(devices: Mapping[ReplicaId, Sequence[int]]) -> int:
-    """The largest number of consecutive starts if all replicas enter `Turns` in this order; at least 1."""
+    """Return the largest number of replicas that start one after the other, if all enter `Turns` in this order.
+
+    The result is at least 1.
+    """
     last: dict[int, int] = {}
     for used in devices.values():
         mine = 1 + max((last.get(device, 0) for device in used), default=0)
@@ -134,7 +136,7 @@ def longest_sequence(devices: Mapping[ReplicaId, Sequence[int]]) -> int:
 
 
 class Turns:
-    """Start turns. A replica waits for all that entered before it and share a device with it.
+    """Decides when each replica may start: after all replicas that entered before it and share a device with it.
 
     Args:
         devices: devices of every replica that may enter; a replica without devices never waits.
@@ -146,12 +148,12 @@ class Turns:
         """Replicas that wait (False) or are starting (True), in order of arrival."""
 
     def enter(self, replica: ReplicaId) -> list[ReplicaId]:
-        """Request a replica's turn. Returns the replica if it may start now; otherwise `leave` will return it."""
+        """Queue a replica; return it in a list if it may start now. Otherwise `leave` will return it."""
         self._queue[replica] = False
         return self._next()
 
     def leave(self, replica: ReplicaId) -> list[ReplicaId]:
-        """End the turn of a replica, or its wait. Returns the replicas whose turn it is now, in order."""
+        """Remove a replica that has started or waits no longer; return the replicas that may start now, in order."""
         self._queue.pop(replica, None)
         return self._next()
 

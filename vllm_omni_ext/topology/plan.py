@@ -1,4 +1,4 @@
-"""The data of a plan: frozen, and picklable into every process."""
+"""Data classes of a plan: frozen, and picklable, because every process of a deployment gets the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Member = TypeVar("_Member")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPlan:
-    """One replica: its name and its CUDA devices (none on a CPU machine)."""
+    """One replica of a plan: its id, and its CUDA devices (empty on a CPU machine)."""
 
     id: ReplicaId
     devices: tuple[int, ...]
@@ -27,7 +27,7 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage of a plan, with all settings.
+    """One stage of a plan, with its replicas and all settings.
 
     Attributes:
         engine_args: `EngineArgs` fields of its replicas, without `model` and devices; missing fields have vLLM's
@@ -36,7 +36,7 @@ class StagePlan:
         env: environment variables of the replica processes, on top of the inherited ones.
         params: default parameters of a request: fields of `params_type`.
         params_type: "pkg.mod:attr" of the type of its parameters (see `plugins.spec.make_params`).
-        accepts: the kind of input that the stage takes (see `StageSpec`).
+        accepts: the kind of input that the stage accepts (see `StageSpec`).
     """
 
     name: str
@@ -50,23 +50,23 @@ class StagePlan:
 
     @property
     def model_stage(self) -> str:
-        """Name of the stage in the model's flow, where a split stage is one."""
+        """Return the stage's name in flows; for a side of a split stage, the name of the split stage."""
         return self.part_of or self.name
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """The default parameters as fields of vLLM's `SamplingParams`; empty if the stage has a type of its own."""
+        """Return the default parameters as fields of `SamplingParams`; empty if `params_type` is another type."""
         return self.params if self.params_type == SAMPLING_PARAMS else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Headless:
-    """A process without API server, whose replicas join a head.
+    """Settings of a headless process: it has no API server, and its replicas join the head of another process.
 
     Attributes:
-        stage: the one stage it runs.
+        stage: name of the only stage that it runs.
         replicas: number of its replicas.
-        head: host and TCP port where the head takes registrations.
+        head: host and TCP port where the head accepts registrations.
         replica_address: host under which the head reaches the replicas; None = the address with a route to the head.
     """
 
@@ -78,16 +78,16 @@ class Headless:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that a deployment starts.
+    """The processes that a deployment starts, and their settings.
 
     Attributes:
         family: name of the model's family.
         pipeline: name of the pipeline, one of the family's.
-        frontend_stage: name of the stage that `frontend` returns.
+        frontend_stage: name in the plan of the frontend (see `frontend`).
         stages: in start order.
-        chunks: sizes of successive chunks, or "all", by the name of the edge; "adaptive": whether they adapt.
+        chunks: sizes of successive chunks, or "all", by the name of the edge; "adaptive": flows may change the sizes.
         connectors: fields of `ConnectorConfig` by the name of the edge.
-        sheets: shares of each CUDA device; empty on a CPU machine, and where sizes are not known.
+        sheets: memory of each replica on each CUDA device; empty on a CPU machine, and where sizes are not known.
     """
 
     model: str
@@ -104,41 +104,41 @@ class Plan:
     sheets: tuple[Sheet, ...] = ()
 
     def stage(self, name: str) -> StagePlan:
-        """Return the stage of that name; UnknownMember names the known ones."""
+        """Return the stage of that name; UnknownMember lists the names of all stages."""
         return _member("stage", name, {stage.name: stage for stage in self.stages})
 
     def frontend(self) -> StagePlan:
-        """Return the stage whose config, tokenizer and renderer vLLM's server uses; the decode side if it is split."""
+        """Return the stage whose config, tokenizer and renderer vLLM's server uses; if split, its decode side."""
         return self.stage(self.frontend_stage)
 
     def sides(self) -> dict[str, tuple[str, ...]]:
-        """The prefill and decode stages of each split stage, by the name of the split stage."""
+        """Return the names of the prefill and decode stages of each split stage, by the name of the split stage."""
         whole = dict.fromkeys(stage.part_of for stage in self.stages if stage.part_of)
         return {name: tuple(stage.name for stage in self.stages if stage.part_of == name) for name in whole}
 
     def source_of(self, name: str) -> str | None:
-        """The stage that prefills the prompts of a stage; None if the stage does so itself."""
+        """Return the name of the stage that prefills the prompts of a stage; None if the stage does so itself."""
         return next((edge.source for edge in self.edges_to(name) if edge.kind == KV), None)
 
     def model_stage(self, name: str) -> StagePlan:
-        """Return the stage with that name in the model's flow; UnknownMember names the known ones."""
+        """Return the stage with that name in flows; UnknownMember lists the names of all stages in flows."""
         return _member("stage", name, {stage.model_stage: stage for stage in self.model_stages()})
 
     def model_stages(self) -> tuple[StagePlan, ...]:
-        """The stages of the model's flow: all but prefill stages."""
+        """Return the stages that flows use: all but prefill stages."""
         sources = {edge.source for edge in self.edges if edge.kind == KV}
         return tuple(stage for stage in self.stages if stage.name not in sources)
 
     def replica(self, replica_id: ReplicaId) -> ReplicaPlan:
-        """Return the replica of that name; UnknownMember names the known ones of its stage."""
+        """Return the replica with that id; UnknownMember lists the replicas of its stage."""
         return _member("replica", replica_id, {each.id: each for each in self.stage(replica_id.stage).replicas})
 
     def replicas(self) -> tuple[ReplicaPlan, ...]:
-        """All replicas, stage by stage."""
+        """Return all replicas, stage by stage."""
         return tuple(replica for stage in self.stages for replica in stage.replicas)
 
     def edges_to(self, name: str) -> tuple[EdgeSpec, ...]:
-        """The edges that end at a stage."""
+        """Return the edges that end at a stage."""
         target = self.stage(name).name
         return tuple(edge for edge in self.edges if edge.target == target)
 

@@ -1,4 +1,4 @@
-"""From model, pipeline, configuration and machine to a plan. Pure: the same input gives the same plan."""
+"""Makes a plan from model, pipeline, configuration and machine. Pure: the same input gives the same plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
 from vllm_omni_ext.topology.remedies import MEDIA_FLAG, advice
 
 CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
-"""`auto`: one API server for every two cores, since its engines need cores too, up to a bound for large hosts."""
+"""`api_servers: auto` makes one API server for every 2 cores, because engines need cores too, and at most 8."""
 
 
 def make_plan(
@@ -42,17 +42,18 @@ def make_plan(
     family: str = "",
     remedies: bool = True,
 ) -> Plan:
-    """Determine the processes to start, and their settings.
+    """Return the plan: the processes to start, and their settings.
 
     Args:
-        text_args: the `EngineArgs` fields that the user gave as stock flags or keywords. They apply to the frontend;
-            those in `SHARED_FIELDS` to every stage. It may also have `MEDIA_FLAG`, which is not stock.
-        facts: facts of the checkpoint about its stages, if known.
+        text_args: the `EngineArgs` fields that the user has set as stock flags or keywords. They apply to the frontend;
+            those in `SHARED_FIELDS` apply to every stage. It may also contain `MEDIA_FLAG`, which is not stock.
+        facts: sizes of the checkpoint's stages, if known.
         family: name of the model family that the pipeline is from.
-        remedies: search for flags that help if a device is too small.
+        remedies: search for flags with which the model fits, if a device is too small.
 
     Raises:
-        DoesNotFit: a CUDA device is too small; the message contains the needs and the flags that help.
+        DoesNotFit: a CUDA device is too small; the message contains the memory that each replica needs, and the flags
+            with which the model fits.
         ConfigError: the settings contradict each other, the pipeline or the machine.
     """
     facts = facts or {}
@@ -76,12 +77,12 @@ def make_plan(
 
 
 def resolved_params(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
-    """Default parameters by stage: the configuration's over the pipeline's."""
+    """Return the default parameters by stage: those of the configuration override those of the pipeline."""
     return {spec.name: {**spec.defaults, **config.stage(spec.name).params} for spec in pipeline.stages}
 
 
 class _Planner:
-    """One plan. `replicas` is the number of all replicas on this host, at least 1."""
+    """Makes one plan. `replicas` is the number of all replicas on this host, at least 1."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class _Planner:
         )
 
     def _engine_args(self, spec: StageSpec) -> dict[str, Any]:
-        """Engine arguments of a stage, without its part of a device's memory."""
+        """Return the engine arguments of a stage; `_devices` adds those for its share of a device's memory."""
         user, facts, is_frontend = self.user[spec.name], self.facts[spec.name], self.pipeline.takes_stock_flags(spec)
         defaults = dict(spec.cuda_defaults)
         if self.machine.platform == "cpu":
@@ -142,7 +143,7 @@ class _Planner:
             raise ConfigError(f"{stage_path(spec.name)}.engine.additional_config: must be a mapping, got {given!r}")
         if spec.accepts == "parts":
             given = {STREAM_IDLE_TIMEOUT_S: self.config.timeouts.stream_idle_timeout_s, **given}
-            # Each part is computed in one step, so a step must hold the longest.
+            # Each part is computed in one step, so a step must have room for the longest part.
             if facts.max_model_len:
                 args.setdefault("max_model_len", facts.max_model_len)
             if "max_model_len" in args:
@@ -152,7 +153,7 @@ class _Planner:
         return args
 
     def _devices(self) -> tuple[dict[str, tuple[Devices, ...]], tuple[Sheet, ...]]:
-        """Devices of all replicas, and the sheets of the devices; completes the engine arguments about memory."""
+        """Return the devices of all replicas, and the memory of each device; set the engine arguments for memory."""
         if self.machine.platform == "cpu":
             check_cpu(self.config, self.user, self.machine)
             return {spec.name: ((),) * self.config.stage(spec.name).replicas for spec in self.pipeline.stages}, ()
@@ -169,7 +170,7 @@ class _Planner:
         return placed, sheets
 
     def _demand(self, spec: StageSpec, *, known: bool) -> Demand:
-        """The demand of a stage; of its share if the sizes of stages or devices are not known."""
+        """Return the devices and memory that a stage needs; `known=False`: sizes are not known, `gpu_share` is used."""
         stage, args = self.config.stage(spec.name), self.args[spec.name]
         media = self.config.limits.max_media_tokens if self.pipeline.takes_stock_flags(spec) else None
         path = stage_path(spec.name)
@@ -200,10 +201,11 @@ class _Planner:
 
 
 def _encoder_caches(sheets: tuple[Sheet, ...]) -> dict[str, int]:
-    """Bytes of the KV cache of each stage with an encoder.
+    """Return the bytes of the KV cache of each stage with an encoder, for `kv_cache_memory_bytes`.
 
     vLLM profiles the encoder with a smaller video than a request may have, and gives the difference to the KV cache.
-    Without room for one sequence the size stays vLLM's: the user has set a share that the encoder's peak exceeds.
+    A KV cache without room for one sequence is left out, so that vLLM determines its size: the user has set a
+    `gpu_memory_utilization` that the encoder's peak exceeds.
     """
     found: dict[str, int] = {}
     for share in (share for sheet in sheets for share in sheet.shares):
@@ -214,7 +216,7 @@ def _encoder_caches(sheets: tuple[Sheet, ...]) -> dict[str, int]:
 
 
 def _check(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Refuse a configuration of another pipeline, and settings that contradict each other."""
+    """Raise ConfigError if the configuration is for another pipeline, or its settings contradict each other."""
     if config.pipeline not in (None, pipeline.name):
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
     for name in config.stages:
@@ -224,7 +226,7 @@ def _check(pipeline: PipelineSpec, config: OmniConfig) -> None:
         if name not in known:
             raise unknown_key("chunks", name, known)
     if config.cluster.master_address is not None or config.cluster.master_port is not None:
-        return  # others may join
+        return  # further replicas may join
     for name, stage in config.stages.items():
         if stage.min_replicas > max(stage.replicas, 1):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Finds flags or machines with which a model fits that did not. Pure; every proposal has been planned successfully."""
+"""Finds flags, or larger machines, for a model that is too large for a device. Pure. Each proposal was planned."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ MEDIA_FLAG = "omni_max_media_tokens"
 """Name of the flag for the most tokens of an image, a video or a sound."""
 
 FEWEST_MEDIA_TOKENS = 16_384
-"""The smallest value of it that is proposed: more than the largest image of the released models has."""
+"""The smallest value of `MEDIA_FLAG` that is proposed: more tokens than the largest image of the released models."""
 
 LENGTH_STEP = 1024
 """Proposed lengths are multiples of this."""
 
 SHORT_PART = 0.5
-"""A `max_model_len` of at least this part of the longest is the mildest of all proposals; a shorter one is the last."""
+"""A `max_model_len` of at least this fraction of the current one is proposed before other stock flags, a shorter one
+after them."""
 
 MOST_DEVICES = 8
 """The largest number of devices that is proposed."""
@@ -31,18 +32,20 @@ MOST_DEVICES = 8
 _PARALLEL = (2, 4, 8)
 
 Attempt = Callable[[Mapping[str, Any], Machine], object]
-"""Plans for a machine with these stock flags on top of the user's; ConfigError if that is impossible."""
+"""Function that makes a plan for a machine, with flags on top of the user's; ConfigError if that is impossible."""
 
 Flags = Mapping[str, Any]
-"""Flags by name: stock ones by that of their `EngineArgs` field, and `MEDIA_FLAG`."""
+"""Values of flags: stock flags by the name of their `EngineArgs` field, and `MEDIA_FLAG`."""
 
 
 def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> list[dict[str, Any]]:
-    """Flags with which the plan fits this machine: single ones, or pairs if no single one helps, and so on.
+    """Return sets of flags with which the model fits this machine, the least restrictive first.
+
+    `MEDIA_FLAG` is tried alone. The other sets all have the same size: 1 if one flag is enough, else 2 or 3.
 
     Args:
-        args: the stock flags that were given.
-        longest: longest sequence the frontend may have now, in tokens.
+        args: the user's stock flags.
+        longest: longest sequence of the frontend without new flags, in tokens.
     """
     kinds = ("tensor_parallel_size", "quantization", "max_model_len")
     media = _largest_that_fits(MEDIA_FLAG, FEWEST_MEDIA_TOKENS, attempt, {}, machine, longest)
@@ -60,7 +63,7 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
 
 
 def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str:
-    """Half a sentence that names the remedies found."""
+    """Return half a sentence for the error message: the flags and the numbers of devices with which the model fits."""
     ways = [as_text(flags) for flags in flags_that_help(attempt, args, machine, longest)]
     enough = next((larger.device_count for larger in _larger(machine) if _fits(attempt, {}, larger)), None)
     if enough is not None:
@@ -81,12 +84,12 @@ def _larger(machine: Machine) -> Iterator[Machine]:
 
 
 def as_text(flags: Flags) -> str:
-    """Flags as they are written on a command line."""
+    """Return flags as they are written on a command line."""
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
 
 
 def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: int) -> dict[str, Any]:
-    """The mildest values of these flags with which the plan fits; empty if there are none."""
+    """Return the least restrictive values of these flags with which the model fits; empty if there are none."""
     rest = {"quantization": "fp8"} if "quantization" in kinds else {}
     sizes = [size for size in _PARALLEL if size <= machine.device_count] if "tensor_parallel_size" in kinds else [0]
     for size in sizes:
@@ -100,7 +103,10 @@ def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: in
 
 
 def _largest_that_fits(name: str, least: int, attempt: Attempt, flags: Flags, machine: Machine, below: int) -> int:
-    """The largest multiple of `LENGTH_STEP` below `below` that fits as a flag's value; 0 if it is less than `least`."""
+    """Return the largest value of a flag with which the model fits; 0 if it is less than `least`.
+
+    Only multiples of `LENGTH_STEP` below `below` are tried.
+    """
     low, high = least // LENGTH_STEP - 1, (below - 1) // LENGTH_STEP
     while low < high:
         middle = (low + high + 1) // 2
