@@ -1,13 +1,13 @@
 """All errors that this package raises to callers.
 
 OmniError
- |- ConfigError            the configuration is wrong; contains the key's path and advice
- |- RequestError           this request is wrong (HTTP 400); names the parameter
- |- PromptTooLong          a RequestError about the length of the prompt; a shorter one may succeed
- |- UnknownMember          a stage or replica name that does not exist
- |- StageUnavailable       a stage has no live replica (HTTP 503); try again later
- |- RequestFailed          the request was accepted and could not be finished (HTTP 500)
- |- CallFailed             some replicas failed in a call to several; has all answers
+ |- ConfigError            the configuration is wrong; the message contains the key's path and advice
+ |- RequestError           the request is wrong (HTTP 400); `parameter` is the wrong parameter
+ |- PromptTooLong          a RequestError: the prompt is too long for a stage
+ |- UnknownMember          the plan has no stage or replica of this name
+ |- StageUnavailable       a stage has no live replica (HTTP 503); a later request may succeed
+ |- RequestFailed          a stage could not finish an accepted request (HTTP 500)
+ |- CallFailed             a call to several replicas failed in some of them; contains all answers
  |- IncompatibleVllm       the installed vLLM is not one of the tested versions
 """
 
@@ -22,15 +22,15 @@ class OmniError(Exception):
 
 
 class ConfigError(OmniError):
-    """The configuration is wrong; the message starts with the path of the offending key."""
+    """The configuration is wrong; the message starts with the path of the wrong key."""
 
 
 class RequestError(OmniError):
-    """A request that can never succeed as written.
+    """The request is wrong, and fails again if it is repeated unchanged.
 
     Args:
         message: the fault, and the allowed values.
-        parameter: name of the request parameter, as the client wrote it.
+        parameter: name of the wrong request parameter, as the client wrote it.
     """
 
     def __init__(self, message: str, *, parameter: str) -> None:
@@ -39,26 +39,26 @@ class RequestError(OmniError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that does not fit into a stage."""
+    """The prompt is longer than a stage allows."""
 
 
 class UnknownMember(OmniError):
-    """A stage or replica that is not part of the plan."""
+    """The plan has no stage or replica of this name."""
 
 
 class StageUnavailable(OmniError):
-    """No live replica of a stage is left."""
+    """A stage has no live replica, or the server is shutting down."""
 
 
 class RequestFailed(OmniError):
-    """An accepted request that a stage could not finish."""
+    """A stage could not finish an accepted request."""
 
 
 class CallFailed(OmniError):
-    """Some replicas failed in a call to several.
+    """A call to several replicas failed in some of them.
 
     Args:
-        replies: each replica's answer, by id; those that failed have `error` set.
+        replies: each replica's answer, by id; `error` is set where the call failed.
     """
 
     def __init__(self, replies: Mapping[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Names of stages and replicas. An index never crosses a function boundary on its own."""
+"""Ids of replicas. Functions take and return a `ReplicaId`, not an index alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplicaId:
 
     @classmethod
     def parse(cls, text: str) -> ReplicaId:
-        """Parse `talker/1`. Raises ValueError on anything else."""
+        """Return the id that a text such as `talker/1` names; ValueError for any other form."""
         stage, slash, index = text.rpartition("/")
         if not (slash and stage and index.isdecimal()):
             raise ValueError(f"'{text}' is not a replica id; write it as STAGE/INDEX")

@@ -1,4 +1,4 @@
-"""`OmniLLM`: vLLM's offline `LLM` for multi-stage models. `LLM(model, omni=True)` makes one."""
+"""`OmniLLM`: vLLM's offline `LLM` for multi-stage models. `LLM(model, omni=True)` creates one."""
 
 from __future__ import annotations
 
@@ -56,25 +56,28 @@ if TYPE_CHECKING:
     from vllm_omni_ext.topology.plan import StagePlan
 
 MEDIA = ("image", "audio", "video")
-"""Keys of a prompt that are short for entries of `multi_modal_data`."""
+"""Keys of a prompt that are moved into its `multi_modal_data`."""
 
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
 Adapters: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
 
 
 class OmniRequestOutput(RequestOutput):
-    """A vLLM `RequestOutput` with all outputs of the request. All attributes but the first are views of its chunks.
+    """A vLLM `RequestOutput` with the outputs of all modalities.
+
+    `audio` to `latents` are assembled from the chunks in `outputs_by_modality`.
 
     Attributes:
-        outputs_by_modality: all chunks by modality (`modalities.base.OutputChunk`), in order; text of the frontend is
+        outputs_by_modality: all chunks by modality (`modalities.base.OutputChunk`), in order. Text of the frontend is
             in `outputs`.
         audio: float32 [samples] in [-1, 1], mono; None if no sound was requested or produced.
         sample_rate: Hz; None without sound.
         frames: codec frames, int64 [frames, code groups]; None without sound, or if the model has none.
-        note: why there is no sound although it was requested.
+        note: the reason that there is no sound although it was requested.
         images: PIL images.
         latents: float32 arrays, the model's latents of the pictures, if requested.
-        error: why this prompt failed; its `outputs` is then one empty completion with finish_reason "error".
+        error: the error with which this prompt failed. `outputs` is then one empty completion with finish_reason
+            "error".
     """
 
     outputs_by_modality: Mapping[str, Sequence[OutputChunk]] = MappingProxyType({})
@@ -88,7 +91,7 @@ class OmniRequestOutput(RequestOutput):
 
 
 def _offline(name: str) -> Any:
-    """`TargetedLLM`'s method of that name, called from a thread without an event loop."""
+    """Return a blocking method that runs `TargetedLLM`'s coroutine of that name in the event loop of `OmniLLM`."""
 
     @wraps(getattr(TargetedLLM, name))
     def method(self: TargetedOfflineLLM, *args: Any, **keywords: Any) -> Any:
@@ -98,7 +101,7 @@ def _offline(name: str) -> Any:
 
 
 class TargetedOfflineLLM(LLM):
-    """vLLM's methods, with `targets` and `timeout_s` as in `runtime.client.calls.TargetedLLM`."""
+    """vLLM's methods that call engines, with `targets` and `timeout_s` as in `runtime.client.calls.TargetedLLM`."""
 
     _omni: AsyncOmni
 
@@ -126,11 +129,11 @@ class TargetedOfflineLLM(LLM):
 
 
 class OmniLLM(TargetedOfflineLLM):
-    """Runs a pipeline inside this Python program; `close()` (or leaving a `with` block) ends its processes.
+    """Runs a pipeline for this Python program; `close()` (or leaving a `with` block) ends its processes.
 
     Args:
         model: directory or hub id.
-        chat_template: as `--chat-template`; None: the family's, else the checkpoint's.
+        chat_template: as `--chat-template`; None: the family's, or the checkpoint's if the family has none.
         stage_config: as `--stage-config`.
         stage_overrides: as `--stage-overrides`, e.g. {"talker": {"replicas": 2}}.
         async_chunk: as `--async-chunk`.
@@ -185,10 +188,10 @@ class OmniLLM(TargetedOfflineLLM):
         self._numbers = itertools.count()
 
     def _end_with_program(self) -> None:
-        """End the processes when this object is garbage, and before `multiprocessing` kills them as the program ends.
+        """Register the end of the processes: when this object is garbage collected, and when the program ends.
 
-        The hook registered last runs first: another module may have registered `weakref.finalize`'s own hook before
-        `multiprocessing` registered its hook.
+        At the end of the program, `multiprocessing` kills the processes in an exit hook. The exit hook registered last
+        runs first, so this one is registered here: that of `weakref.finalize` may be older than `multiprocessing`'s.
         """
         end = weakref.finalize(self, _end, self._deployment, self._replica_supervisor)
         atexit.register(end)
@@ -218,9 +221,9 @@ class OmniLLM(TargetedOfflineLLM):
         raise_on_error: bool = False,
         **more: Any,
     ) -> list[OmniRequestOutput]:
-        """Answer prompts; one output each, in order. A prompt that fails has `error` set, the others are unaffected.
+        """Return one output for each prompt, in order. The output of a failed prompt has `error` set.
 
-        After all prompts one line is logged if some of them failed: how many, and the first error.
+        If prompts failed, one line is logged after all prompts: the number of failures, and the first error.
 
         Args:
             prompts: as for `LLM.generate`. In a dict, `image`, `audio` and `video` are short for entries of
@@ -231,16 +234,16 @@ class OmniLLM(TargetedOfflineLLM):
             modalities: modalities of the answer, e.g. ["text", "audio"]; None: the model's default.
             chunks: changes to the stage config's `chunks` for these prompts.
             lora_request: adapter of the frontend; one for all prompts or a list with one each.
-            priority: for the frontend's scheduler, the lowest goes first; one for all prompts or a list with one each.
+            priority: for the frontend's scheduler, lowest first; one for all prompts or a list with one each.
             raise_on_error: raise RequestFailed after all prompts if some of them failed.
             more: request fields of the model (e.g. `voice`); a stage's name with its parameters, e.g.
                 talker={"temperature": 0}; `seed` for all stages; `temperature`, `max_tokens`, ... of the frontend; and
                 `tokenization_kwargs`, `mm_processor_kwargs` as for `LLM.generate`.
 
         Raises:
-            TypeError: there is no such keyword, or a stage has parameters in `sampling_params` and as keywords.
+            TypeError: a keyword is unknown, or a stage has parameters in `sampling_params` and as keywords.
             RequestError: the modalities, a field, a stage's parameters or the chunks are wrong.
-            RequestFailed: with `raise_on_error`.
+            RequestFailed: prompts failed, and `raise_on_error` is set.
         """
         keywords, options = self._arguments(self.generate, self._preprocess_cmpl_one, modalities, chunks, more)
         renders = [
@@ -263,9 +266,10 @@ class OmniLLM(TargetedOfflineLLM):
         raise_on_error: bool = False,
         **more: Any,
     ) -> list[OmniRequestOutput]:
-        """Answer conversations (one, or a list of them); otherwise as `generate`.
+        """Return one output for each conversation, as `generate` does.
 
         Args:
+            messages: one conversation, or a list of them, as for `LLM.chat`.
             more: as for `generate`, and `chat_template`, `add_generation_prompt`, `tools`, `mm_processor_kwargs`, ...
                 as for `LLM.chat`.
         """
@@ -284,7 +288,7 @@ class OmniLLM(TargetedOfflineLLM):
         chunks: Mapping[str, Any] | None,
         more: Mapping[str, Any],
     ) -> tuple[Keywords, RequestOptions]:
-        """Sort the keywords of a call, and check those that are options of the request."""
+        """Return a call's sorted keywords, and the checked options of its requests."""
         runtime = self._omni.runtime
         known = [name for name in inspect.signature(call).parameters if name != "more"]
         names = RequestFields(runtime.fields).names
@@ -379,7 +383,7 @@ class OmniLLM(TargetedOfflineLLM):
         return self._complete(text or outputs.output(ids), chunks)
 
     def _complete(self, text: RequestOutput, chunks: dict[str, list[OutputChunk]]) -> OmniRequestOutput:
-        """Turn the frontend's output, in place, into one with all outputs of the request."""
+        """Turn the frontend's output, in place, into an `OmniRequestOutput` with the chunks of all modalities."""
         text.__class__ = OmniRequestOutput
         assert isinstance(text, OmniRequestOutput)
         text.outputs_by_modality = chunks
@@ -390,22 +394,22 @@ class OmniLLM(TargetedOfflineLLM):
         return text
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The frontend's defaults: the stage config's over the model's generation config."""
+        """Return the frontend's default parameters: the stage config's override the model's generation config."""
         return SamplingParams.from_optional(**self._text_defaults())
 
     def _text_defaults(self) -> dict[str, Any]:
         return {**self.model_config.get_diff_sampling_param(), **self.plan.frontend().sampling}
 
     def get_tokenizer(self) -> Any:
-        """The frontend's tokenizer."""
+        """Return the frontend's tokenizer."""
         return self.renderer.get_tokenizer()
 
     @property
     def llm_engine(self) -> Any:
-        """The frontend's part of `LLM.llm_engine`: `model_config`, `vllm_config`, `renderer`, `input_processor`.
+        """Return an object with the frontend's `model_config`, `vllm_config`, `renderer` and `input_processor`.
 
-        Programs such as lm-eval read `llm.llm_engine.model_config`. All that needs a single engine (`beam_search`,
-        `enqueue`, `get_metrics`, ...) raises NotImplementedError.
+        Programs such as lm-eval read `llm.llm_engine.model_config`. Methods that need a single engine (`beam_search`,
+        `enqueue`, `get_metrics`, ...) raise NotImplementedError.
         """
         return _Frontend(self._omni)
 
@@ -418,8 +422,8 @@ class OmniLLM(TargetedOfflineLLM):
         if self._loop is not None:
             loop, self._loop = self._loop, None
             asyncio.run_coroutine_threadsafe(self._disconnect(), loop).result()
-            # The loop is closed, not only stopped: vLLM's finalizers would leave sockets to a loop that never runs
-            # again.
+            # The loop is closed, not only stopped: vLLM's finalizers would let a stopped loop close their sockets, and
+            # it would never do so.
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
         self._deployment.close()
@@ -442,32 +446,32 @@ class OmniLLM(TargetedOfflineLLM):
 
 
 class LocalListener:
-    """The `ReplicaListener` of this program, whose event loop is the only user of the replicas."""
+    """The `ReplicaListener` of `OmniLLM`: passes the events of replicas to its event loop, their only client."""
 
     def __init__(self, deployment: Deployment, replica_connections: ReplicaConnections) -> None:
         self._deployment = deployment
         self._replica_connections = replica_connections
 
     def listen(self, replica: ReplicaId) -> Sequence[tuple[str, str]]:
-        """Listen for a replica that is going to start. Returns the addresses it connects to."""
+        """Open sockets for a replica before it starts; return the addresses to which it connects."""
         addresses = self._deployment.listen(replica)
         self._replica_connections.loop.call_soon_threadsafe(self._replica_connections.starting, replica)
         return addresses
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """A replica is ready, and can be used."""
+        """Connect to a replica that has started."""
         listeners = self._deployment.listeners(replica, 0)
         self._replica_connections.loop.call_soon_threadsafe(self._replica_connections.ready, replica, about, listeners)
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """A replica is gone."""
+        """Remove a replica whose process has ended; `again`: it will be started again."""
         self._replica_connections.loop.call_soon_threadsafe(
             partial(self._replica_connections.ended, replica, reason, again=again)
         )
 
 
 def _with_media(prompt: Any) -> Any:
-    """Return a prompt whose media are in `multi_modal_data`, as vLLM reads them."""
+    """Return the prompt with its keys `MEDIA` moved into `multi_modal_data`, where vLLM reads them."""
     if not isinstance(prompt, Mapping) or not any(name in prompt for name in MEDIA):
         return prompt
     media = {name: prompt[name] for name in MEDIA if prompt.get(name) is not None}
@@ -481,7 +485,7 @@ def _identity(replica: ReplicaId, ports: tuple[int, int] | None) -> ReplicaIdent
 
 
 class _Frontend:
-    """The attributes of `LLM.llm_engine` that exist without an engine."""
+    """The attributes of `LLM.llm_engine` that do not need an engine in this process."""
 
     def __init__(self, omni: AsyncOmni) -> None:
         self.model_config = omni.model_config
@@ -501,7 +505,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end(deployment: Any, supervisor: Any) -> None:
-    supervisor.abandon()  # or it would report the replicas that end now, and start them again
+    supervisor.abandon()  # otherwise it would restart the replicas that end now
     deployment.close()
 
 

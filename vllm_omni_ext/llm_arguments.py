@@ -1,4 +1,4 @@
-"""Keywords of `LLM.generate` and `LLM.chat`: each is used, or refused by name."""
+"""Sorts the keywords of `LLM.generate` and `LLM.chat`; TypeError for a keyword that nothing uses."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from vllm_omni_ext.serving.options import FRONTEND_SAMPLING, SEED, stage_param_n
 from vllm_omni_ext.topology.plan import Plan
 
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")
-"""vLLM's name and OpenAI's."""
+"""vLLM's name of this parameter, and OpenAI's."""
 
 
 class Keywords:
-    """The keywords of one call, sorted by their receivers.
+    """The keywords of one call, sorted into request fields, arguments of the renderer, and stage parameters.
 
     Args:
         call: `generate` or `chat`, for error messages.
-        more: the keywords that the method has no parameter for.
+        more: the keywords for which the method has no parameter.
         fields: names of the model's request fields.
         render: vLLM's method that renders one prompt.
-        known: the method's own keywords, for suggestions.
+        known: names of the method's own parameters, for suggestions in errors.
 
     Attributes:
         fields: values of the model's request fields.
-        rendering: keywords of `render`.
-        params: parameters by stage of the pipeline.
+        rendering: keywords for `render`.
+        params: parameters by stage.
 
     Raises:
-        TypeError: no receiver has such a keyword.
+        TypeError: a keyword is unknown, or the frontend has parameters in two forms.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Keywords:
             if self._frontend in self.params:
                 raise TypeError(f"{call}() got {', '.join(own)} both as keywords and in {self._frontend}={{...}}")
             self.params[self._frontend] = own
-        if self._seed is not None:  # for each stage that has one, unless it has its own
+        if self._seed is not None:  # for each stage with a seed parameter that the call does not set for the stage
             for name, stage in stages.items():
                 if SEED not in stage_param_names(stage):
                     continue
@@ -84,10 +84,10 @@ class Keywords:
         self._call = call
 
     def over(self, params: Any) -> Any:
-        """Return one prompt's sampling parameters together with the stages' parameters among the keywords.
+        """Return the parameters of one prompt: those in `sampling_params`, and those in keywords, by stage.
 
         Args:
-            params: as in `sampling_params` of the call, or None.
+            params: the prompt's value of `sampling_params`, or None.
 
         Raises:
             TypeError: a stage has parameters in both.

@@ -7,10 +7,10 @@ import ctypes.util
 
 
 def malloc_trim() -> None:
-    """Return free heap pages to the system: loading leaves hundreds of MB behind that glibc would keep for ever.
+    """Return free heap pages to the system; glibc would keep hundreds of MB that were used while loading.
 
-    Does nothing without glibc. It does not collect garbage: that would write into every object, and in a forked process
-    each page written to is copied.
+    Does nothing without glibc. It does not collect garbage: that would write into every object, and a forked process
+    copies each page that is written to.
     """
     library = ctypes.util.find_library("c")
     release = getattr(ctypes.CDLL(library), "malloc_trim", None) if library else None

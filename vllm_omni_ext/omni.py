@@ -1,4 +1,4 @@
-"""`AsyncOmni`: vLLM's `AsyncLLM` over a pipeline of stages, whose answers may hold more than text."""
+"""`AsyncOmni`: vLLM's `AsyncLLM` for a pipeline of stages, whose answers may contain other modalities than text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from vllm_omni_ext.runtime.client.text_client import TextClient
 from vllm_omni_ext.topology.plan import StagePlan
 
 MOST_BAD_CHARACTERS = 100_000
-"""Limit for `bad_words`; tokenizing that many takes a few hundredths of a second."""
+"""Most characters of all `bad_words` of a request; tokenizing that many takes a few hundredths of a second."""
 
 _TASKS: tuple[Any, ...] = ("generate",)
 """The tasks of the frontend, for vLLM's input processor."""
@@ -54,21 +54,22 @@ _TASKS: tuple[Any, ...] = ("generate",)
 _TO_RENDER = frozenset(
     ("lora_request", "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
 )
-"""Arguments of `generate` for making the engine request; all others are for processing its outputs."""
+"""Arguments of `generate` that vLLM's input processor takes; all others are for processing the outputs."""
 
 
 class AsyncOmni(TargetedLLM):
-    """Serves a pipeline. Must be made inside a running event loop.
+    """Serves the requests of a pipeline. Must be created inside a running event loop.
 
-    Requests that the frontend alone answers run exactly as in `AsyncLLM`; all others use the stages of their flow.
+    A request that only the frontend answers runs exactly as in `AsyncLLM`. All others use the stages of their flow.
     """
 
     draining = False
-    """Whether the server is shutting down: requests in flight are finished, new ones refused."""
+    """Whether the server is shutting down: it finishes the requests in flight, and refuses new ones."""
 
     _at_stop: tuple[Callable[[], None], ...] = ()
     _fleet_open: ReplicaConnections | None = None
-    """None after `shutdown`, and until `__init__` has finished: `__del__` may run before."""
+    """The connections to replicas while they are open. None after `shutdown` and before `_start`: `__del__` may run
+    then."""
 
     def __init__(self, connections: Connections, *, log_stats: bool = True, log_requests: bool = False) -> None:
         plan = connections.plan
@@ -79,7 +80,7 @@ class AsyncOmni(TargetedLLM):
         frontend = plan.frontend().name
         config = deepcopy(connections.configs[frontend])
         config.shutdown_timeout = connections.drain_s
-        # vLLM's handlers take the defaults of a request from there, except `max_tokens`.
+        # vLLM's handlers read the default parameters of a request there, except `max_tokens`.
         config.model_config.override_generation_config |= plan.frontend().sampling
         ready = next(
             (each.client.ready_response for replica, each in replicas.items() if replica.stage == frontend), b""
@@ -178,7 +179,7 @@ class AsyncOmni(TargetedLLM):
         )
 
     def _observe(self, config: VllmConfig, replicas: Mapping[ReplicaId, StockReplica]) -> None:
-        """Set up the observer of requests and replicas, and vLLM's statistics for all replicas."""
+        """Create the observer of requests and replicas, and vLLM's statistics for all replicas."""
         text = self.plan.frontend().name
         metrics = Metrics(str(config.model_config.served_model_name))
         self.observer = Observer(
@@ -205,14 +206,14 @@ class AsyncOmni(TargetedLLM):
             )
 
     def _loaded(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
-        if outputs.scheduler_stats is not None:  # otherwise another API server got them
+        if outputs.scheduler_stats is not None:  # an engine sends them to one API server only
             self.observer.loaded(replica, outputs.scheduler_stats)
         outputs.engine_index = self._numbers.of(replica)
         if self.replica_stats is not None and replica.stage != self.plan.frontend_stage:
             self.replica_stats.record(outputs.scheduler_stats, tokens_of(outputs), engine_idx=outputs.engine_index)
 
     def _run_output_handler(self) -> None:
-        if self._connected:  # AsyncLLM's constructor calls it too early
+        if self._connected:  # AsyncLLM's constructor calls this before the replicas are connected
             super()._run_output_handler()
 
     async def _take(self, replica: ReplicaId, outputs: EngineCoreOutputs) -> None:
@@ -238,7 +239,11 @@ class AsyncOmni(TargetedLLM):
             state.queue.put(error)
 
     def when_stopping(self, call: Callable[[], None]) -> None:
-        """Have `call` called once, in the event loop, when the server begins to shut down; it must not raise."""
+        """Register a function that is called once, in the event loop, when the server begins to shut down.
+
+        Args:
+            call: must not raise.
+        """
         self._at_stop += (call,)
 
     def _begin_stop(self) -> None:
@@ -248,7 +253,7 @@ class AsyncOmni(TargetedLLM):
             call()
 
     async def _drain(self, timeout: float) -> None:
-        """Refuse new requests, and give those in flight `timeout` seconds."""
+        """Refuse new requests, and wait at most `timeout` seconds until those in flight have ended."""
         self._begin_stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -272,12 +277,13 @@ class AsyncOmni(TargetedLLM):
         options: RequestOptions | None = None,
         **stock: Any,
     ) -> AsyncGenerator[Any, None]:
-        """As `AsyncLLM.generate`, but also yields `OutputChunk`s of outputs other than the frontend's.
+        """Yield the frontend's outputs, as `AsyncLLM.generate` does, and `OutputChunk`s of all other outputs.
 
-        A rendered prompt is admitted or refused before the generator is returned.
+        If the prompt is rendered already, the request is planned or refused before the generator is returned.
 
         Args:
-            options: options of the answer; None: those of the ticket in `extra_args`, or text alone without a ticket.
+            options: options of the answer; None: those registered for the key in `extra_args` (`Admission.expect`), or
+                the default ones.
 
         Raises:
             RequestError: the options or the prompt cannot be served.
@@ -313,14 +319,14 @@ class AsyncOmni(TargetedLLM):
                 yield item
 
     def _for_renderer(self, stock: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments for vLLM's input processor; without tracing it accepts no trace headers."""
+        """Return the arguments for vLLM's input processor; without tracing, it does not accept trace headers."""
         given = {name: stock[name] for name in _TO_RENDER if name in stock}
         if self.observability_config.otlp_traces_endpoint is None:
             given.pop("trace_headers", None)
         return given
 
     def _prompt_text(self, prompt: Any, stock: dict[str, Any]) -> dict[str, Any]:
-        """Arguments for processing the outputs, after rendering."""
+        """Return the arguments for processing the outputs, with the text of the prompt."""
         rest = {name: value for name, value in stock.items() if name not in _TO_RENDER}
         return rest | {"prompt_text": extract_prompt_components(self.model_config, prompt)[0]}
 
@@ -348,13 +354,13 @@ class AsyncOmni(TargetedLLM):
                     yield item
         finally:
             self.admission.withdraw(key)
-            # AsyncLLM renames requests, and keeps one that was cancelled while it was sent.
+            # AsyncLLM changes request ids, and keeps the state of a request that was cancelled while it was sent.
             left = self.output_processor.abort_requests([request.request_id], internal=True)
             if left or ticket.sink is not None:
                 await self.orchestrator.abort({*left, request.request_id})
 
     def start(self, rendered: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
-        """Start a request that does not use the frontend; yields its `OutputChunk`s. Closing the generator aborts it.
+        """Start a request that does not use the frontend; yield its `OutputChunk`s. Closing the generator aborts it.
 
         Raises:
             RequestError: the request cannot be served.
@@ -378,7 +384,7 @@ class AsyncOmni(TargetedLLM):
             await self.orchestrator.abort([request_id])
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokenize a text in the only thread that uses the tokenizer, which is not thread-safe.
+        """Return the token ids of a text, computed in the only thread that uses the tokenizer (it is not thread-safe).
 
         Args:
             special: markers of the chat format become special tokens; otherwise they are tokenized as plain text.
@@ -398,28 +404,28 @@ class AsyncOmni(TargetedLLM):
         return source if limit is None else until(limit, source)
 
     def get_num_unfinished_requests(self) -> int:
-        """vLLM's count, plus the requests that do not use the frontend."""
+        """Return vLLM's count, plus the number of requests that do not use the frontend."""
         return super().get_num_unfinished_requests() + self.orchestrator.count(frontend=False)
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
-        """Does nothing. vLLM's server calls it with a KV cache that a client named in a refused request."""
+        """Do nothing. vLLM's server calls this with the KV cache that a client has set in a refused request."""
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests in every stage."""
+        """Abort requests in all stages."""
         given = (request_id,) if isinstance(request_id, str) else as_list(request_id)
         await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
 
     async def text_only(self, request_id: str) -> None:
-        """End the outputs of a request other than its text, which continues; an unknown id is ignored."""
+        """End all outputs of a request but its text, which continues; an unknown id is ignored."""
         await self.orchestrator.text_only(self.output_processor.external_req_ids.get(request_id, ()))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Fail the requests in flight and close the connections. The launcher owns the processes.
+        """Fail the requests in flight and close the connections. The processes of replicas continue to run.
 
-        vLLM's server calls it from another thread; a second call does nothing.
+        vLLM's server calls this from another thread. A second call does nothing.
 
         Args:
-            timeout: how long requests in flight may take to end, in seconds; new requests are refused meanwhile.
+            timeout: seconds that requests in flight get to end first; new requests are refused meanwhile.
         """
         replica_connections, self._fleet_open = self._fleet_open, None
         if replica_connections is None:
@@ -437,10 +443,10 @@ class AsyncOmni(TargetedLLM):
 
 
 def _check_bad_words(params: Any) -> None:
-    """Limit the length of `bad_words`, which are tokenized in the event loop.
+    """Check the length of `bad_words`: vLLM tokenizes them in the event loop, which long ones would block.
 
     Raises:
-        VLLMValidationError: they are too long, so that the loop would block.
+        VLLMValidationError: they have more than `MOST_BAD_CHARACTERS` characters.
     """
     given = sum(map(len, getattr(params, "bad_words", None) or ()))
     if given > MOST_BAD_CHARACTERS:
@@ -449,11 +455,10 @@ def _check_bad_words(params: Any) -> None:
 
 
 def _check_kv_transfer(params: Any) -> None:
-    """Refuse `kv_transfer_params` of a client, through any endpoint.
+    """Check that the client has not set `kv_transfer_params`: a wrong value would crash an engine.
 
     Raises:
-        VLLMValidationError: the field is set. A wrong value would crash an engine. Every handler of vLLM answers HTTP
-            400 to this error.
+        VLLMValidationError: the field is set. Every handler of vLLM returns HTTP 400 for this error.
     """
     given = getattr(params, "extra_args", None)
     if given and given.get(KEY) is not None:
@@ -466,7 +471,7 @@ def _make_params(type_name: str, **values: Any) -> Any:
 
 
 def _not_about_engine_requests(record: logging.LogRecord) -> bool:
-    """Suppress vLLM's warning about a passed EngineCoreRequest: vLLM's own input processor made it."""
+    """Log filter that drops vLLM's warning about an EngineCoreRequest as prompt: vLLM's input processor made it."""
     return not record.getMessage().startswith("Passing EngineCoreRequest to")
 
 

@@ -2,10 +2,10 @@
 
 
 def register() -> None:
-    """Register the model classes of all families (idempotent).
+    """Register the model classes of all families; repeated calls do nothing.
 
-    vLLM calls this in API, EngineCore, Worker and inspection processes. A module is imported only where a stage of that
-    architecture runs. vLLM's own classes are never replaced.
+    vLLM calls this in API server, EngineCore, worker and model inspection processes. A model's module is imported only
+    in a process that runs the model. vLLM's own classes are not replaced.
     """
     from vllm.model_executor.models import ModelRegistry
 

@@ -1,4 +1,4 @@
-"""For tests of model plugins: a flow in a simulated world, and tokenizers for tiny checkpoints.
+"""Tools for tests of model plugins: a check of flows on simulated stages, and a tokenizer for tiny checkpoints.
 
 `check_flow` runs a flow on simulated stages. At every step a replica may die, stop responding or come back, and the
 client may disconnect. A stage is simulated by a generator function, e.g.
@@ -9,8 +9,8 @@ client may disconnect. A stage is simulated by a generator function, e.g.
             yield Reply(payload=StageProgress(done, 3))
         yield Reply(payload=picture_of(paint), finish="stop")
 
-The function is called once for each request sent to a replica, or for each stream of parts. It yields one `Reply` per
-step, or None while it waits for more input. Its replies must depend on its input alone.
+The function is called once for each request that is sent to a replica, and once for each stream of parts. It yields one
+`Reply` per step, or None while it waits for more input. Its replies must depend only on its input.
 
 A stage exports hidden states with `Reply(hidden_states=...)`; the flow gets `HiddenStatesChunkReady`, as from a real
 stage. Another stage reads them with `Work.read`.
@@ -45,13 +45,13 @@ SPECIAL_TOKENS = ("<|begin|>", "<|end|>")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 MOST_STEPS = 10_000
-"""Limit of one run; a flow that needs more never ends."""
+"""Most steps of one run; a flow that needs more is assumed never to end."""
 
 Disturbance = Literal["none", "kill", "restart", "gone", "freeze", "abort", "refuse"]
 DISTURBANCES: tuple[Disturbance, ...] = ("kill", "restart", "gone", "freeze", "abort", "refuse")
-"""kill: the replica that has the request dies, and another one exists. restart: it dies, and is restarted later. gone:
-it dies, and no other exists. freeze: its requests fail over to another replica, but it continues them too. abort: the
-client disconnects. refuse: the stage returns an error.
+"""Events that `check_flow` simulates. kill: the replica with the requests dies, and another one exists. restart: the
+only replica dies, and is restarted later. gone: the only replica dies. freeze: the requests fail over to another
+replica, and the first one continues them too. abort: the client disconnects. refuse: the stage returns an error.
 """
 
 
@@ -60,8 +60,8 @@ class Reply:
     """Result of one step of a simulated stage.
 
     Attributes:
-        payload: the result of `ModelRuntime.decode`.
-        hidden_states: hidden states that this step exports, one value for each exported position; instead of a payload.
+        payload: the payload for the flow, as `ModelRuntime.decode` would return it.
+        hidden_states: hidden states that this step exports, one value for each position; `payload` must then be None.
     """
 
     tokens: tuple[int, ...] = ()
@@ -71,16 +71,16 @@ class Reply:
 
 
 Stores = dict[str, dict[str, list[Any]]]
-"""Hidden states of all replicas, by the replica's address and the name of the request there."""
+"""Hidden states that all replicas store, by the replica's address and by name (see `HiddenStatesRef`)."""
 
 
 @dataclass
 class Work:
-    """Input of a replica for one request, or for one stream.
+    """Input that a simulated stage gets for one request, or for one stream.
 
     Attributes:
         resumed: tokens of a forwarded request that another replica has generated already.
-        recompute: only the prompt is computed again, to export its hidden states once more.
+        recompute: only the prompt is computed again, so that its hidden states are exported again.
     """
 
     resumed: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Work:
     def read(self, ref: HiddenStatesRef) -> list[Any] | None:
         """Return the hidden states at a location; None if they are lost, e.g. because their replica has died.
 
-        They are freed when the request ends in this stage, or when it reads from another location.
+        They are freed when the request ends in this stage, or when the stage reads from another location.
         """
         if self.source is not None and (self.source.source, self.source.name) != (ref.source, ref.name):
             self.free()
@@ -103,12 +103,12 @@ class Work:
         return None if stored is None else stored[: ref.count]
 
     def free(self) -> None:
-        """Free the hidden states that were read."""
+        """Free the hidden states at the location that was read last."""
         if self.source is not None:
             self.stores.get(self.source.source, {}).pop(self.source.name, None)
 
     def take(self) -> Any:
-        """The next message (`Forward`, `Open`, `Extend` or `Submit`); None if there is none yet."""
+        """Return and remove the next message (`Forward`, `Open`, `Extend` or `Submit`); None if there is none yet."""
         if not self.messages:
             return None
         self.engine_id, message = self.messages.popleft()
@@ -121,12 +121,12 @@ Stage = Callable[[Work], Iterator[Reply | None]]
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that a client receives.
+    """All outputs that a client has received for one request.
 
     Attributes:
         text: tokens of the frontend.
-        outputs: outputs by modality: audio and text are joined, previews of images are left out.
-        failed: why the request failed; "" if it did not.
+        outputs: outputs by modality: chunks of audio and text are joined, previews of images are left out.
+        failed: message of the error with which the request failed; "" if it did not fail.
     """
 
     text: tuple[int, ...]
@@ -143,11 +143,11 @@ def check_flow(
     requests: int = 2,
     options: RequestOptions | None = None,
 ) -> Answer:
-    """Check that a flow gives the same answer under every disturbance at every step, and releases everything.
+    """Check that a flow gives the same answer under every disturbance at every step, and releases all resources.
 
     Args:
-        make_flow: makes a new flow for the same request.
-        stages: simulation of each stage of the pipeline.
+        make_flow: returns a new flow for the same request.
+        stages: generator function that simulates a stage, for each stage of the pipeline.
         frontend: name of the frontend stage.
         disturbances: disturbances to apply, each at every step and to every stage that the flow may use.
         requests: number of concurrent requests.
@@ -157,7 +157,7 @@ def check_flow(
         The answer of an undisturbed run, for the caller to check.
 
     Raises:
-        AssertionError: names the disturbance, its step, and the failed check.
+        AssertionError: a check failed; the message contains the disturbance, its step and the check.
     """
     given = options or RequestOptions(modalities=tuple(sorted(make_flow().outputs)))
 
@@ -186,10 +186,10 @@ def check_flow(
 
 
 class Replica:
-    """One replica of a stage: its inbox, the generators of its requests and streams, and exported hidden states.
+    """One simulated replica: its inbox, the generators of its requests and streams, and exported hidden states.
 
     Args:
-        address: differs from that of any other replica, and of the same replica before a restart.
+        address: unique among all replicas and their restarts.
         stores: hidden states of all replicas.
     """
 
@@ -206,7 +206,7 @@ class Replica:
         self._streams: dict[str, str] = {}
 
     def read(self) -> None:
-        """Process the inbox."""
+        """Process the messages in the inbox: start and end requests, and pass them input."""
         while self.inbox:
             match self.inbox.popleft():
                 case m.SendPrompt(engine_id=engine_id, tokens=tokens, recompute=recompute, replica=replica):
@@ -214,7 +214,7 @@ class Replica:
                 case m.SendOpen(engine_id=engine_id, action=action):
                     self._begin(engine_id, engine_id, action)
                 case m.SendChunk(engine_id=engine_id, action=action):
-                    if engine_id in self.running:  # otherwise the request has ended here
+                    if engine_id in self.running:  # otherwise the request has ended on this replica
                         self.running[engine_id][0].messages.append((engine_id, action))
                 case m.SendPart(engine_id=engine_id, stream=stream, action=action) if action.part == 0:
                     self._streams[engine_id] = stream
@@ -241,10 +241,10 @@ class Replica:
         self.running[key] = work, self._stage(work)
 
     def step(self, key: str, *, refuse: bool = False) -> tuple[str, Reply] | None:
-        """Run one step of a request or stream. Returns (engine id, reply), or None if it waits for input.
+        """Run one step of a request or stream; return (engine id, reply), or None if it waits for input.
 
         Args:
-            refuse: reply with an error instead.
+            refuse: replace the reply by an error.
         """
         work, replies = self.running[key]
         reply = next(replies, None)
@@ -262,7 +262,7 @@ class Replica:
         return work.engine_id, reply
 
     def _export(self, engine_id: str, values: Sequence[Any]) -> HiddenStatesChunkReady | None:
-        """Store hidden states of a request; None if no stage needs them any more."""
+        """Store hidden states of a request; return their location, or None if they were freed already."""
         known = self._exports.get(engine_id)
         if known is None:
             name = f"{next(self._numbers)}/{engine_id}"
@@ -281,7 +281,7 @@ class Replica:
 
 
 class World:
-    """A request machine, and replicas that execute its effects, one step of one request at a time."""
+    """A request machine and simulated replicas that execute its effects, one step of one request at a time."""
 
     def __init__(
         self,
@@ -310,14 +310,14 @@ class World:
 
     @property
     def answers(self) -> dict[str, Answer]:
-        """The outputs that each client has received."""
+        """Return the outputs that each client has received, by request id."""
         return {
             name: Answer(tuple(self._texts[name]), _outputs(self._chunks[name]), self._failed.get(name, ""))
             for name in self._flows
         }
 
     def run(self, disturbance: Disturbance, stage: str, at: int) -> None:
-        """Run all requests to their end, with a disturbance of `stage` at step `at`."""
+        """Run all requests to their end, with a disturbance of `stage` at step `at`; check the state at the end."""
         for name in self._stages:
             for index in range(2 if disturbance in ("kill", "freeze") else 1):
                 self._up(ReplicaId(name, index))
@@ -346,7 +346,7 @@ class World:
     # -- disturbances --------------------------------------------------------------------------------------------
 
     def _disturb(self, disturbance: Disturbance, stage: str) -> Callable[[], None]:
-        """Apply a disturbance. Returns its second half, which runs once no request makes progress."""
+        """Apply a disturbance; return its second half, which is called when no request makes progress any more."""
         if disturbance == "abort":
             self._handle(m.Aborted("request 0"))
         elif disturbance == "refuse":
@@ -379,7 +379,7 @@ class World:
     # -- progress ------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Run one step of some request; False if no replica has work."""
+        """Run one step of a random request; return False if no request makes progress."""
         for replica in self.replicas.values():
             replica.read()
         choices = [(name, key) for name, replica in self.replicas.items() for key in replica.running]
@@ -446,7 +446,7 @@ class World:
 
 
 def _outputs(chunks: Sequence[OutputChunk]) -> dict[str, Any]:
-    """Outputs by modality, independent of the chunk boundaries."""
+    """Return the outputs by modality, independent of chunk boundaries."""
     outputs: dict[str, Any] = {}
     for chunk in chunks:
         match chunk:
@@ -476,7 +476,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def write_byte_tokenizer(directory: Path, *, chat_template: str = CHAT_TEMPLATE) -> int:
-    """Write a tokenizer whose tokens are bytes into a checkpoint's directory; returns the size of its vocabulary."""
+    """Write a tokenizer whose tokens are bytes to a checkpoint's directory; return the size of its vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
