@@ -18,7 +18,7 @@ from typing import Any
 
 
 class OmniError(Exception):
-    """Base of all errors raised by this package."""
+    """Base class of all errors that this package raises."""
 
 
 class ConfigError(OmniError):

@@ -124,7 +124,7 @@ class TargetedOfflineLLM(LLM):
     pin_lora = _offline("pin_lora")
 
     def apply_model(self, func: Callable[[Any], Any], *, targets: Targets | None = None, **deadline: Any) -> Any:
-        """Run a function on the model in every worker of the frontend, or of the targets."""
+        """Run a function on the model in every worker of the frontend, or of `targets`."""
         return self.collective_rpc("apply_model", args=(func,), targets=targets, **deadline)
 
 

@@ -18,7 +18,7 @@ HERE, ANYWHERE = "shared_memory", "tcp"
 """Names of the default connectors: between processes of one host, and between hosts."""
 
 DEFAULTS: Mapping[str, Any] = {"capacity_bytes": 1024 * MIB, "timeout_s": 0.8, "retention_s": 600.0}
-"""Defaults that differ from `ConnectorConfig`. `timeout_s` is short: stages request only data that is stored already."""
+"""Defaults that differ from `ConnectorConfig`. `timeout_s` is short: stages request only data that is stored."""
 
 LOCAL = frozenset({"host", "port", "device"})
 """Fields that may differ between the two stages of an edge, and between replicas of one stage."""

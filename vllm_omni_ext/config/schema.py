@@ -137,7 +137,7 @@ class PrefillDecode:
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig(ReplicasConfig):
-    """Settings of one stage."""
+    """Settings of one stage: the key `stages.<name>`."""
 
     __pydantic_config__ = _FORBID
     params: Settings = _map(
@@ -163,7 +163,7 @@ class StageConfig(ReplicasConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one request."""
+    """Limits of the size of one request."""
 
     __pydantic_config__ = _FORBID
     max_body_mib: Positive = _key(256, "A request with a longer body is refused with status 413.", "MiB", "MIB")
@@ -278,7 +278,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class OmniConfig:
-    """The whole configuration."""
+    """The configuration of a deployment: all keys of a stage config."""
 
     __pydantic_config__ = _FORBID
     pipeline: Text | None = _key(None, "Which pipeline of the model's family is run. Null: the first one.")
@@ -351,7 +351,7 @@ Schema: TypeAlias = (
 )
 
 GROUPS: Mapping[str, Schema] = {"limits": Limits, "timeouts": Timeouts, "cluster": Cluster}
-"""The groups of keys below the top level."""
+"""Classes of the groups of keys below the top level, by the name of the group."""
 
 
 def keys(schema: Schema) -> dict[str, Key]:
@@ -362,7 +362,7 @@ def keys(schema: Schema) -> dict[str, Key]:
 SETTINGS: Mapping[str, tuple[str, Key]] = {
     name: (group, key) for group, schema in {"": OmniConfig, **GROUPS}.items() for name, key in keys(schema).items()
 }
-"""The keys outside of `stages`, with the name of their group ("": the top level). Names are unique over all groups."""
+"""All keys outside of `stages`, each with the name of its group ("": the top level). No two groups share a key name."""
 
 
 def setting_path(name: str) -> str:

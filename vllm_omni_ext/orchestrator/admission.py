@@ -86,7 +86,7 @@ class Admission:
         self._tickets: dict[str, Ticket] = {}
 
     def held(self) -> int:
-        """Number of registered tickets (0 when idle)."""
+        """Return the number of registered tickets (0 when idle)."""
         return len(self._tickets)
 
     def _register(self, ticket: Ticket) -> str:
@@ -172,7 +172,7 @@ class Admission:
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
         ticket = self._tickets.get(extra.get(TICKET, "")) or Ticket(options=self._default)
-        if params is not None and TICKET in extra:  # answers may share the dict
+        if params is not None and TICKET in extra:  # a new dict, as several answers may share the old one
             params.extra_args = {key: value for key, value in extra.items() if key != TICKET} or None
         await self.start(ticket, request.request_id, request.external_req_id or request.request_id, request)
 

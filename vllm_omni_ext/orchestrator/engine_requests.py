@@ -21,7 +21,7 @@ from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PA
 _CHUNK_PARAMS = SamplingParams()
 """Template that is copied for each chunk: creating parameters takes longer than all other work, as vLLM validates."""
 for _name in ("stop", "stop_token_ids", "bad_words", "skip_reading_prefix_cache"):
-    setattr(_CHUNK_PARAMS, _name, None)  # a third of a chunk's message; the engine fills them in when it reads them
+    setattr(_CHUNK_PARAMS, _name, None)  # not sent: a third of a chunk's message; set when the engine decodes it
 
 SHORTEST_PROMPT = 2
 """Shortest prompt, in tokens, that is sent to a prefill stage. The decode stage always computes the last prompt token,

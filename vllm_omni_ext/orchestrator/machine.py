@@ -144,7 +144,7 @@ class RequestMachine:
     def _output(self, event: m.Output) -> None:
         routes = self.placement.routes.get(event.replica)
         binding = None if routes is None else routes.get(event.engine_id)
-        if binding is None:  # the request has ended there, or moved to another replica
+        if binding is None:  # the request has ended in the stage, or another replica has it
             if event.hidden_states is not None:
                 self._out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
             self.router.unclaimed(event)
@@ -213,7 +213,7 @@ class RequestMachine:
         self._decide(state, frontend, Produced(self._model_frontend, tokens, payload, finish, None, now))
 
     def _keep(self, state: RequestState, event: m.Output) -> None:
-        """Record that a replica stores hidden states for a request; free them if no stage will take them."""
+        """Record that a replica stores hidden states for a request; free them if no stage will read them."""
         if event.hidden_states is None:
             return
         if state.finished:
@@ -394,7 +394,7 @@ class RequestMachine:
         state.trace = None
 
     def _end(self, state: RequestState) -> None:
-        """Release all resources of a request."""
+        """End a request in all stages, and release all its resources."""
         self.requests.pop(state.request_id, None)
         state.finished = True
         prompts = list(state.prompts.values())
@@ -406,7 +406,7 @@ class RequestMachine:
         self._free_hidden_states(state, taken=False)
 
     def _finish_flow(self, state: RequestState) -> None:
-        """End the flow: release all resources of the request outside the frontend."""
+        """End the flow: release the request's resources in all stages but the frontend, which may continue the text."""
         state.finished = True
         # A stage frees the hidden states that it has read. After a failover, the replica that read them may have died,
         # so the stage frees nothing.
@@ -520,7 +520,7 @@ class RequestMachine:
         """Open a request again in a stage where it lost its replica or waited for one; fail it if that fails."""
         state, stage = binding.state, binding.stage
         if state.prompts.get(binding.name) is not binding if isinstance(binding, Prompt) else state.finished:
-            return  # it has ended meanwhile
+            return  # the request has ended meanwhile
         state.history.append((reason,))
         try:
             if isinstance(binding, Prompt):

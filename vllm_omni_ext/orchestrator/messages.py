@@ -78,8 +78,8 @@ class Output(Event, frozen=True, kw_only=True):
     Attributes:
         engine_id: the engine's id of the request.
         payload: the decoded tensor of the output.
-        hidden_states: (address of the producer, name) of hidden states that the replica stores, if the output reports
-            any.
+        hidden_states: (address of the replica's store, name) of hidden states that the replica has stored; None if the
+            output reports none.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
         queued_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
     """

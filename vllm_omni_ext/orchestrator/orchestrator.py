@@ -57,7 +57,7 @@ class Orchestrator:
     Args:
         runtime: decodes the tensors of stage outputs.
         pools: one per stage.
-        replicas: all replicas, by id.
+        replicas: clients of all replicas, by id.
         requests: builds engine requests.
         observer: records requests and replicas; None: nothing is recorded.
         failed: called for every failed request.
@@ -96,7 +96,7 @@ class Orchestrator:
         return self.machine.held() + len(self._queue)
 
     def count(self, *, frontend: bool) -> int:
-        """Return the number of requests that use the frontend (`frontend=False`: that do not)."""
+        """Return the number of requests that use the frontend, or with `frontend=False` of those that do not."""
         return sum(state.forwarded == frontend for state in self.machine.requests.values())
 
     async def idle(self) -> None:
@@ -129,7 +129,7 @@ class Orchestrator:
         await self._shielded(event)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in every stage; unknown ids are ignored (they may just have ended)."""
+        """Abort requests in all stages; unknown ids are ignored, because a request may just have ended."""
         await self._shielded(*map(m.Aborted, request_ids))
 
     async def text_stopped(self, request_ids: Iterable[str]) -> None:
@@ -137,7 +137,7 @@ class Orchestrator:
         await self._shielded(*map(m.TextStopped, request_ids))
 
     async def text_only(self, request_ids: Iterable[str]) -> None:
-        """End the outputs of requests other than their text; unknown ids are ignored."""
+        """End all outputs of requests but their text, which continues; unknown ids are ignored."""
         await self._shielded(*map(m.TextOnly, request_ids))
 
     def fail_all(self, error: OmniError) -> None:
@@ -155,7 +155,7 @@ class Orchestrator:
     async def replica_up(self, replica: Replica) -> None:
         """Add a replica that accepts requests, and open the requests that wait for its stage."""
         self.replicas[replica.id] = replica
-        self.observer.replica_up(replica.id)  # before the machine: pools report every binding to the observer
+        self.observer.replica_up(replica.id)  # before the machine, whose pools report bindings to the observer
         await self._apply(m.ReplicaUp(replica.id))
 
     async def replica_down(self, replica: ReplicaId, reason: str, *, ended: bool = True) -> tuple[str, ...]:

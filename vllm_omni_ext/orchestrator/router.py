@@ -28,8 +28,8 @@ class Pair:
     """A prefill replica (source) and a decode replica (target) between which KV caches were transferred.
 
     Attributes:
-        handed: number of requests sent to the target for KV caches of the source, since the start.
-        fetching: number of these requests without an output of the target yet.
+        handed: number of requests whose prompt the source has computed and which were then sent to the target.
+        fetching: number of these requests for which the target has not returned an output yet.
     """
 
     source: ReplicaId
@@ -59,7 +59,7 @@ class PromptRouter:
         self.stages = (target,) if source is None else (source, target)
         """Stages of the plan through which prompts pass; the last one generates the answer."""
         self.private_kv = source is not None
-        """Whether the KV transfer parameters of outputs are internal and must not reach the client."""
+        """Whether outputs contain KV transfer parameters with internal addresses, which must not reach the client."""
         self._source, self._target = source, target
         self._placement = placement
         self._observer = observer
@@ -68,7 +68,7 @@ class PromptRouter:
         self._releases = KVReleases(placement, target, out)
 
     def begin(self, prompt: Prompt) -> None:
-        """Send a prompt to a replica, or queue it; StageUnavailable if there is no replica and can be none.
+        """Send a prompt to a replica, or queue it; StageUnavailable if its stage has no replica and can get none.
 
         A prompt whose KV cache a live source replica stores is sent to the target. Otherwise a new attempt starts.
         """
@@ -235,7 +235,7 @@ class KVReleases:
         self._numbers = itertools.count()
 
     def number(self) -> int:
-        """Return the number of a new message to a target."""
+        """Return the next number for a message to a target."""
         return next(self._numbers)
 
     def release(self, kv: KVCache) -> None:

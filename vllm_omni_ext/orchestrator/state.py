@@ -60,7 +60,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The KV cache of a prompt.
+    """The KV cache of a prompt that a prefill replica has computed.
 
     Attributes:
         holder: the replica that stores it.
@@ -77,7 +77,7 @@ class Prompt(Binding):
 
     Attributes:
         recompute: the prompt is computed again, to export its hidden states again.
-        tokens: generated so far.
+        tokens: token ids that were generated so far.
         attempts: number of engine requests that were built for it.
         kv: the KV cache that the frontend may still have to fetch; None after the frontend's first output.
         handed: (number of the message, time, replica) of the message that gave the frontend `kv` to fetch; None before

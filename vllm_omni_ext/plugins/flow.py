@@ -114,8 +114,7 @@ class Submit:
     parts of a stream, so all parts are sent to the same replica.
 
     Attributes:
-        part: number of the part in the stream. Part 0 starts the stream; after the loss of a replica, it starts it
-            again.
+        part: number of the part in the stream. Part 0 starts the stream, also after the loss of its replica.
         prompt: token ids of the part; may be empty.
         payload: the plugin's message for the stage.
         last: no part follows.
@@ -172,14 +171,14 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End the flow: the request's resources outside the frontend are released."""
+    """End the flow: release the request's resources in all stages but the frontend."""
 
 
 Action = Forward | Open | Extend | Submit | Recompute | Emit | Progress | Fail | Finished
 
 
 class Flow(Protocol):
-    """The route of one request through the stages."""
+    """The route of one request through the stages: turns outputs of stages into actions."""
 
     stages: frozenset[str]
     """Stages that the request may use. The request is refused, or fails, if one of these is unavailable."""

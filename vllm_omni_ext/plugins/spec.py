@@ -84,11 +84,11 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """A connection between two stages: `tokens` are sent in request messages, `tensors` through a connector.
-
-    `kv`: the source computes a request's prompt; the target fetches its KV cache and continues.
+    """A connection over which one stage's results become another stage's input.
 
     Attributes:
+        kind: "tokens": results are sent in requests. "tensors": results are sent through a connector. "kv": the source
+            computes a request's prompt, and the target fetches the KV cache and continues.
         name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
         chunks: default sizes of successive chunks; the last one repeats.
     """
