@@ -173,7 +173,7 @@ Chunks = Annotated[
 
 
 def unknown_key(path: str, key: str, known: Collection[str]) -> ConfigError:
-    """Return the error for an unknown key; it suggests the closest known key, or lists up to 30 of them."""
+    """Return the error for an unknown key; it suggests the closest known key, or lists all if there are at most 30."""
     close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
     where = f"{path}.{key}" if path else key
     if close:

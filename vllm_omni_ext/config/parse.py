@@ -71,7 +71,7 @@ def checked(
 
     Args:
         path: path of the data in the configuration.
-        engine: fields of vLLM's `EngineArgs`; the error for one outside of `engine` contains the right path.
+        engine: fields of vLLM's `EngineArgs`. If a field is set outside of `engine`, the error contains the right path.
         flat: as for `parse_config`.
 
     Raises:

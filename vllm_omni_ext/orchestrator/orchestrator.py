@@ -40,7 +40,7 @@ class Replica(Protocol):
     id: ReplicaId
 
     async def add(self, request: EngineCoreRequest) -> None:
-        """Send an engine request; a chunk for an open request is one too."""
+        """Send an engine request. A chunk for an open request is also sent as an engine request."""
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort engine requests; the engine ignores unknown ids."""
@@ -52,7 +52,7 @@ class Replica(Protocol):
 class Orchestrator:
     """Sends requests through the stages of their flows: assigns replicas, sends inputs, receives outputs.
 
-    There is one in each API server; it runs in its event loop.
+    Each API server has one orchestrator, which runs in the server's event loop.
 
     Args:
         runtime: decodes the tensors of stage outputs.

@@ -28,7 +28,7 @@ class Produced:
         payload: `wire.envelope.StageError` if the stage could not serve its input; a message of the core (e.g.
             `HiddenStatesChunkReady`); else the step's tensor as decoded by `ModelRuntime.decode`; None without a
             tensor.
-        finish: why the request (or the stream) has ended in that stage; None while it continues.
+        finish: the reason that the request (or the part of a stream) has ended in the stage; None while it continues.
         part: the part of a stream that this output belongs to (see `Submit`); None for other stages.
         at: time of the output, in seconds of a monotonic clock.
         load: estimated number of requests on the replica that made the output, this one included; 0 for the frontend.

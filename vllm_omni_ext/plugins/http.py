@@ -52,7 +52,7 @@ class HttpSurface:
     """The stage whose tokens `max_new_tokens` of `/v1/audio/speech` limits; "" = the field is refused."""
 
     async def chat_options(self, options: RequestOptions, body: Any, server: OmniServer) -> RequestOptions:
-        """Return the options of a chat request, made from those that the core read from its body.
+        """Return the options of a chat request; `options` are those that the core has read from the body.
 
         A plugin may change the modalities, set defaults, or add pictures of the conversation.
         """

@@ -42,7 +42,7 @@ def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, Om
 
 
 def transfer_settings(split: PrefillDecode) -> TransferSettings:
-    """Return the settings of the KV connector in the engines of both sides; missing ones have its defaults."""
+    """Return the KV connector settings for the engines of both sides; null keys get the defaults of the class."""
     given = {f.name: getattr(split, f.name) for f in fields(TransferSettings)}
     return TransferSettings(**{name: value for name, value in given.items() if value is not None})
 

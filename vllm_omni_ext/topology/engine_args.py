@@ -90,7 +90,7 @@ _INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_
 def user_engine_args(
     spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any], takes_stock_flags: bool
 ) -> dict[str, Any]:
-    """Return the user's engine arguments of a stage. `--stage-overrides` override stock flags; those override the file.
+    """Return the user's engine arguments of a stage: the file's, overridden by stock flags, then `--stage-overrides`.
 
     Args:
         takes_stock_flags: all stock flags apply to the stage; otherwise only those in `SHARED_FIELDS`.

@@ -322,7 +322,7 @@ def divide(
     those for the device of the stage with the least remaining memory.
 
     Returns:
-        `gpu_memory_utilization` by stage, where it differs from vLLM's default, and one sheet per device.
+        `gpu_memory_utilization` by stage, where it differs from vLLM's default, and a `Sheet` for each device.
 
     Raises:
         DoesNotFit: a device is too small.
