@@ -517,7 +517,7 @@ class RequestMachine:
             self._fail(state, stage, StageUnavailable(reason))
 
     def _place_again(self, binding: Binding, reason: str) -> None:
-        """Open a request again in a stage where it lost its replica or waited for one. On an error, it fails."""
+        """Open a request again in a stage after the loss of its replica or a wait for one; on an error, fail it."""
         state, stage = binding.state, binding.stage
         if state.prompts.get(binding.name) is not binding if isinstance(binding, Prompt) else state.finished:
             return  # the request has ended meanwhile
