@@ -200,7 +200,7 @@ async def test_a_cancelled_response_leaves_nothing_and_the_next_one_is_answered(
     async with talking(server) as talk:
         await talk.configure()
         await talk.write("Tell me about the moon")
-        await talk.send("response.create")
+        await talk.send("response.create", response={"max_output_tokens": 1500})  # longer than any client takes
         await talk.until("response.output_audio.delta", "response.output_audio_transcript.delta")
         await talk.send("response.cancel")
         done = (await talk.until("response.done")).response
