@@ -36,7 +36,7 @@ class StepGauge(Gauge):
     _at: ClassVar[float | None] = None
 
     def set(self, value: float) -> None:
-        """Set the gauge, with the time of the step if it is set within `state_after`."""
+        """Set the gauge. In a block of `state_after`, the value gets the time of that step, otherwise the time now."""
         if self._at is None or not self._is_most_recent:
             super().set(value)
         else:

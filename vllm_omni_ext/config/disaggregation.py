@@ -28,7 +28,10 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def stage_path(name: str) -> str:
-    """Return the configuration path of a stage of the plan; that of a side is below the stage that was split."""
+    """Return the configuration path of a stage, such as `stages.talker`.
+
+    The path of a prefill or decode stage is `stages.NAME.prefill_decode.prefill` (or `.decode`).
+    """
     split = split_name(name)
     return f"stages.{name}" if split is None else f"stages.{split[0]}.{PREFILL_DECODE}.{split[1]}"
 

@@ -63,7 +63,7 @@ class ChunkSchedule:
 
 
 class ChunkCounter:
-    """Determines when the chunks of a schedule are due, from the numbers of items; it stores no items."""
+    """Counts the items of a stream and returns the complete chunks of a `ChunkSchedule`; it stores no items."""
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._schedule = schedule

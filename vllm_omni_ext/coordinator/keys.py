@@ -3,8 +3,8 @@
 With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. All sockets that listen use one key pair, all
 sockets that connect another. Both pairs are computed from the secret, so only the secret must be distributed:
 private key = blake2b(scrypt(secret), person = the role), public key = the matching curve point. A client without the
-secret cannot compute the server's public key. CURVE never sends that key and needs it to connect, so the key alone
-keeps unauthorized clients out. The coordinator and the join server also check the client's key (`zap_reply`).
+secret cannot compute the server's public key. A client needs that key to connect, and CURVE never sends it, so the key
+alone keeps unauthorized clients out. The coordinator and the join server also check the client's key (`zap_reply`).
 """
 
 from __future__ import annotations

@@ -221,7 +221,10 @@ class Membership:
             self._enter(record, State.DRAINING)
 
     def _extend_deadlines(self, at: float, late: float) -> None:
-        """Extend all deadlines by `late`, the coordinator's delay in seconds, plus one interval."""
+        """Extend the heartbeat deadlines of all members by `late` seconds and one heartbeat interval, at time `at`.
+
+        The coordinator itself was late by `late` seconds, and has not received heartbeats meanwhile.
+        """
         for record in self._records.values():
             record.last_seen = min(at, record.last_seen + late + self._timing.interval_s)
 

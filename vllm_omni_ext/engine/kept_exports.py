@@ -172,7 +172,7 @@ def _count(key: BlockKey) -> int:
 
 
 class KeptExports(Scheduler):
-    """Limits the prefix cache hits of requests that export hidden states to blocks whose hidden states are kept."""
+    """A request that exports hidden states gets a prefix cache hit only on blocks whose hidden states are kept."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -45,7 +45,7 @@ class Assembled:
         message: merged into `choices[0].message`.
         choice: merged into `choices[0]`.
         usage: merged into `usage.completion_tokens_details`.
-        keep_text: keep the text in `message.content`, even if text was not requested: the answer would be empty.
+        keep_text: the text stays in `message.content` though it was not requested: the answer would be empty.
     """
 
     message: Mapping[str, Any] = field(default_factory=dict)

@@ -70,7 +70,8 @@ class PromptRouter:
     def begin(self, prompt: Prompt) -> None:
         """Send a prompt to a replica, or queue it; StageUnavailable if its stage has no replica and can get none.
 
-        A prompt whose KV cache a live source replica stores is sent to the target. Otherwise a new attempt starts.
+        If a live prefill replica stores the prompt's KV cache, the prompt is sent to a decode replica. Otherwise it is
+        sent to a prefill replica first.
         """
         if prompt.kv is not None and prompt.handed is None and self._is_source(prompt.kv.holder):
             self.fetch(prompt, prompt.kv.holder)
@@ -264,7 +265,10 @@ class KVReleases:
             self.release(self._unclaimed.popleft())
 
     def target_lost(self, target: ReplicaId) -> None:
-        """Send other targets the releases that a lost target may not have read. A second release has no effect."""
+        """Send other decode replicas the commands to free KV caches that a lost decode replica may not have executed.
+
+        A command that is executed twice has no effect the second time.
+        """
         for _, kv in self._requests.pop(target, ()):
             self.release(kv)
 

@@ -101,11 +101,11 @@ class RequestState:
     """The state of one request in all stages.
 
     Attributes:
-        bindings: by stage, without `prompts`.
-        prompts: the client's request in the frontend, under the request's id, and recomputations.
+        bindings: the replica and engine request of each stage that the flow has opened, by stage.
+        prompts: requests in the stage that writes text: the client's, under the request's id, and repeated prefills.
         forwarded: the flow sends the client's request to the frontend.
         stages_seen: stages that have returned an output for the request.
-        done: stages that have ended it.
+        done: stages that have finished the request.
         open_outputs: outputs of the flow whose last chunk is missing.
         hidden_states: (replica, address of the producer, name) of hidden states that replicas store for it.
         finished: the flow has ended; only the frontend may still work.

@@ -63,7 +63,7 @@ class HttpSurface:
         raise NotImplementedError
 
     async def image(self, body: Any, options: RequestOptions, server: OmniServer) -> tuple[Rendered, RequestOptions]:
-        """Return the request for one picture for a body of `/v1/images/*`; only for families with the API `IMAGES`."""
+        """Convert a body of `/v1/images/*` to the request for one picture; only for families with the API `IMAGES`."""
         raise NotImplementedError
 
     def routers(self, server: OmniServer) -> Sequence[Any]:

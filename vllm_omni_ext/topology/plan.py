@@ -50,7 +50,7 @@ class StagePlan:
 
     @property
     def model_stage(self) -> str:
-        """Return the stage's name in flows; for a side of a split stage, the name of the split stage."""
+        """Return the name of the stage in flows: of a prefill or decode stage, the name of the stage that was split."""
         return self.part_of or self.name
 
     @property

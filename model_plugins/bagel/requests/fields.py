@@ -121,7 +121,7 @@ class RequestedParameters:
             raise self.error(error.parameter, str(error).removeprefix(f"{error.parameter}: ")) from error
 
     def error(self, parameter: str, message: str) -> RequestError:
-        """Return the error of a parameter, with the parameter's name in the request."""
+        """Return an error about a parameter; it contains the name under which the client sent the parameter."""
         request_name = self.names.get(parameter, parameter)
         return RequestError(f"{request_name}: {message}", parameter=request_name)
 

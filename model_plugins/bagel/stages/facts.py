@@ -149,8 +149,9 @@ def model_tensors(sizes: BagelSizes) -> StoredTensors:
 def _encoder(sizes: BagelSizes) -> EncoderMemory:
     """Return the memory of the ViT's activations for one patch.
 
-    Every device stores the patch's pixels in float32 and in 16 bits, hidden state, residual and normed copies. Tensor
-    parallelism divides queries, keys and values, attention's output, and the inner activations of the MLP.
+    Every device stores in full: the patch's pixels, once in float32 and once in 16 bits, its hidden state, its
+    residual and its normalized hidden state. Tensor parallelism divides queries, keys and values, attention's output,
+    and the inner activations of the MLP.
     """
     vit, longest = sizes.vit, sizes.vae_resize.longest
     pixels = 3 * vit.patch**2

@@ -39,7 +39,9 @@ MAX_ANSWER_BYTES = 256 * 1024
 
 
 class Join(Message, frozen=True, kw_only=True, tag="join"):
-    """Headless node to head: one replica asks to join. `Expected` compares the first four fields with the head's.
+    """Message of a headless node to the head: request to add one replica.
+
+    The head rejects it if `stage`, `model`, `config_hash` or `version` differ from its own (`Expected`).
 
     Attributes:
         config_hash: hash of all settings that a stage's replicas share.

@@ -623,9 +623,9 @@ def _detector_settings(found: Mapping[str, Any]) -> ServerVad | SemanticVad:
 
 
 def shortened(items: list[Item], ratio: float) -> list[Item]:
-    """Return the last items, whose estimated tokens are at most `ratio` of all; at least the last item.
+    """Return the newest items whose estimated tokens are at most `ratio` of all items'; at least the last item.
 
-    The first of them is a message: a result of a function without its call is not left.
+    Items before the first message are dropped too, so that no result of a function remains without its call.
     """
     tokens = [_tokens(item) for item in items]
     left, first = float(sum(tokens)), 0
