@@ -229,7 +229,7 @@ async def test_wrong_events_end_no_session(server: Server) -> None:
         await talk.configure()
         for kind, fields, param in (
             ("response.create", {"response": {"seed": 1}}, "response.seed"),
-            ("session.update", {"session": {"type": "realtime", "tracing": "auto"}}, "session.tracing"),
+            ("session.update", {"session": {"type": "realtime", "prompt": {"id": "a"}}}, "session.prompt"),
             ("input_audio_buffer.append", {"audio": "?"}, "audio"),
             ("conversation.item.delete", {"item_id": "x"}, "item_id"),
         ):

@@ -34,6 +34,7 @@ OFFER = Offer(
     voice="ethan",
     check_voice=check_voice,
     detectors=("server_vad",),
+    tracing=None,
 )
 
 

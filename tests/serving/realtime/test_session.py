@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,15 @@ def test_a_model_without_sound_and_a_server_without_a_detector_begin_with_text_a
     assert update(driver, audio=vad)["error"]["param"] == "session.audio.input.turn_detection.type"
 
 
+@pytest.mark.parametrize("of_server", ["auto", None])
+def test_a_session_is_traced_if_the_server_is(of_server: Any) -> None:
+    driver = Driver(offer=replace(OFFER, tracing=of_server))
+    assert driver.last("session.created")["session"]["tracing"] == of_server
+    for given in ("auto", None):
+        session = update(driver, tracing=given, instructions=str(given))["session"]
+        assert (session["tracing"], session["instructions"]) == (of_server, str(given))
+
+
 def test_an_update_changes_the_given_fields_only() -> None:
     driver = Driver(manual=False)
     update(driver, audio={"input": {"turn_detection": {"type": "server_vad", "threshold": 0.7}}})
@@ -87,7 +97,8 @@ def test_an_update_changes_the_given_fields_only() -> None:
         ({"tool_choice": "any"}, "session.tool_choice", "invalid_value"),
         ({"prompt": {"id": "x"}}, "session.prompt", "unsupported_value"),
         ({"reasoning": {"effort": "low"}}, "session.reasoning", "unsupported_value"),
-        ({"tracing": "auto"}, "session.tracing", "unsupported_value"),
+        ({"tracing": {"workflow_name": "a"}}, "session.tracing", "unsupported_value"),
+        ({"tracing": "on"}, "session.tracing", "invalid_value"),
         ({"include": ["item.input_audio_transcription.logprobs"]}, "session.include", "unsupported_value"),
         ({"truncation": "never"}, "session.truncation", "invalid_value"),
         (
@@ -502,6 +513,16 @@ def test_the_model_gets_the_part_of_a_truncated_sound_that_was_heard() -> None:
     assert driver.generate.messages == [{"role": "assistant", "content": "one two"}]
     (found,) = driver.send("conversation.item.retrieve", item_id=item)
     assert found["item"]["content"][0]["transcript"] == "one two"
+
+
+def test_a_truncated_length_may_be_rounded_up() -> None:
+    driver = Driver()
+    driver.answer(driver.respond(), "one two", ms=1000.4)
+    (item,) = driver.checker.items
+    (event,) = driver.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1001)
+    assert (event["type"], event["audio_end_ms"]) == ("conversation.item.truncated", 1000)
+    error = error_of(driver.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=1002))
+    assert error["param"] == "audio_end_ms"
 
 
 def test_only_sound_of_the_assistant_can_be_truncated() -> None:

@@ -350,6 +350,15 @@ async def test_committed_sound_is_transcribed(address: str, engine: ScriptedOmni
     assert len(client.of("conversation.item.input_audio_transcription.delta")) == 2
 
 
+async def test_sessions_are_traced_if_the_server_exports_spans(
+    address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for endpoint, expected in ((None, None), ("grpc://localhost:4317", "auto")):
+        monkeypatch.setattr(engine.vllm_config.observability_config, "otlp_traces_endpoint", endpoint)
+        async with connected(address) as session:
+            assert session.events[0].session.tracing == expected
+
+
 async def test_wrong_events_get_errors_with_their_ids(address: str, engine: ScriptedOmni) -> None:
     engine.script = ["yes"]
     async with connected(address) as client:
@@ -453,8 +462,8 @@ async def test_a_client_secret_opens_sessions_with_its_settings(locked: str, eng
     async with raw(locked, subprotocols=protocols) as connection:
         assert json.loads(await connection.recv())["session"]["instructions"] == "Be brief."
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.realtime.client_secrets.create(session={"type": "realtime", "tracing": "auto"})
-    assert refused.value.param == "session.tracing"
+        await client.realtime.client_secrets.create(session={"type": "realtime", "prompt": {"id": "a"}})
+    assert refused.value.param == "session.prompt"
     async with httpx.AsyncClient() as http:
         for key in ("wrong", secret.value):  # a secret makes no other secrets
             headers = {"Authorization": f"Bearer {key}"}

@@ -4,6 +4,7 @@ and commands out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -409,11 +410,11 @@ class Session:
                 "content_index: the item has no sound of the assistant there", code=WRONG_VALUE, param="content_index"
             )
         part = parts[given.content_index]
-        if given.audio_end_ms > round(part.sent_ms):
+        if given.audio_end_ms > math.ceil(part.sent_ms):  # clients round up
             raise ClientError(
-                f"audio_end_ms: the sound has {round(part.sent_ms)} ms", code=WRONG_VALUE, param="audio_end_ms"
+                f"audio_end_ms: the sound has {math.ceil(part.sent_ms)} ms", code=WRONG_VALUE, param="audio_end_ms"
             )
-        return self._cut(item, part, given.audio_end_ms)
+        return self._cut(item, part, min(given.audio_end_ms, part.sent_ms))
 
     def _cut(self, item: Item, part: Part, heard_ms: float) -> Outs:
         part.heard_ms = heard_ms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
@@ -51,7 +51,6 @@ REFUSED: Mapping[str, str] = {
     "prompt": "stored prompts do not exist; send `instructions`",
     "reasoning": "the model has no setting for it",
     "include": "log probabilities of transcripts are not available",
-    "tracing": "sessions are not recorded",
 }
 """Fields of the protocol that are refused unless they are null, and the reasons."""
 
@@ -69,6 +68,7 @@ class Offer:
         voice: the default one; None: it has none.
         check_voice: raises RequestError for a voice that it does not have.
         detectors: types of turn detection of this server; the first is the default.
+        tracing: `tracing` of each session, which no client changes: "auto" if the server exports spans, else None.
     """
 
     model: str
@@ -77,6 +77,7 @@ class Offer:
     voice: str | None
     check_voice: Callable[[str], None]
     detectors: tuple[str, ...]
+    tracing: Literal["auto"] | None
 
     @property
     def default_modalities(self) -> list[str]:
@@ -103,7 +104,7 @@ def defaults(offer: Offer, session_id: str, expires_at: int) -> Settings:
         "parallel_tool_calls": True,
         "max_output_tokens": "inf",
         "truncation": "auto",
-        "tracing": None,
+        "tracing": offer.tracing,
         "prompt": None,
         "include": None,
         "audio": {
@@ -139,6 +140,7 @@ def updated(
     """
     path = "session"
     _refuse(fields, REFUSED, path)
+    _check_tracing(fields.tracing, f"{path}.tracing")
     if fields.model is not None and fields.model != current["model"]:
         raise ClientError(
             f"{path}.model: a session has one model, {current['model']}", code=WRONG_VALUE, param=f"{path}.model"
@@ -188,6 +190,14 @@ def _refuse(fields: Inference, reasons: Mapping[str, str], path: str) -> None:
     for name, reason in reasons.items():
         if getattr(fields, name, None) is not None:
             raise unsupported(f"{path}.{name}", reason)
+
+
+def _check_tracing(given: Any, path: str) -> None:
+    """Check `tracing`, which changes nothing: clients send "auto" by default, and some end at an error event."""
+    if isinstance(given, dict):
+        raise unsupported(path, 'traces have no names or metadata of clients; use "auto"')
+    if given not in (None, "auto"):
+        raise ClientError(f'{path}: must be "auto" or null', code=WRONG_VALUE, param=path)
 
 
 def unsupported(param: str, reason: str) -> ClientError:

@@ -116,6 +116,7 @@ class OmniServingRealtime:
             voice=capabilities.card.get("default_voice"),
             check_voice=self._check_voice,
             detectors=self.detectors,
+            tracing="auto" if self.omni.vllm_config.observability_config.otlp_traces_endpoint else None,
         )
 
     def _check_voice(self, name: str) -> None:
