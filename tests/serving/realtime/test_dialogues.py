@@ -1,4 +1,4 @@
-"""Whole dialogues with every field of every event, in `tests/data/realtime/`: what a client sends, and what it gets."""
+"""Whole dialogues with every field of every event, in `tests/data/realtime/`: events of a client and of the server."""
 
 from __future__ import annotations
 
