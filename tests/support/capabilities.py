@@ -23,7 +23,8 @@ def needs(*capabilities: str) -> None:
     """Skip the test that calls this function if a capability is missing; let it fail if CI is set in the environment.
 
     Args:
-        capabilities: keys of `PROBES`, or `library NAME` for a module that can be imported.
+        capabilities: keys of `PROBES`, `library NAME` for a module that can be imported, or `program NAME` for one on
+            PATH.
     """
     for capability in capabilities:
         if (reason := missing(capability)) is None:
@@ -41,6 +42,8 @@ def missing(capability: str) -> str | None:
         KeyError: no such capability.
     """
     kind, _, name = capability.partition(" ")
+    if kind == "program":
+        return None if shutil.which(name) else f"no program {name} here"
     return _library(name) if kind == "library" else PROBES[capability]()
 
 
