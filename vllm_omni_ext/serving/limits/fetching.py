@@ -199,8 +199,8 @@ class Fetcher:
     async def _proxy(self, url: URL) -> dict[str, Any]:
         """Return aiohttp's arguments for the proxy that the environment sets for a URL; empty without a proxy.
 
-            The proxy resolves the name of the host and connects to it. This process checks the addresses only if it can resolve
-        the name too.
+        The proxy resolves the name of the host and connects to it. This process checks the addresses only if it can
+        resolve the name too.
         """
         try:
             proxy, auth = get_env_proxy_for_url(url)
