@@ -24,9 +24,10 @@ PATIENCE_S = 60.0
 def as_nobody(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a process of the user `nobody`; of this user where that is not allowed.
 
-    The process is forked, since that user may not be able to read this Python.
+    The process is forked after the imports, since that user may not be able to read this Python, and from a process
+    with one thread: a fork of this one could wait for a lock that another of its threads has.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(theirs, function, arguments))
     process.start()
