@@ -11,7 +11,7 @@ hidden states of each block in a numbered slot.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -60,6 +60,7 @@ class RequestBlocks:
 
     Attributes:
         keys: keys of the blocks, by block index.
+        end: end of the last block with exported positions.
         computed: positions before this one have been computed for this request.
         begun: slots of partly computed blocks, by block index.
     """
@@ -71,6 +72,7 @@ class RequestBlocks:
             inside = tuple((max(a, first) - first, min(b, end) - first) for a, b in ranges if a < end and b > first)
             if inside:
                 self.keys[index] = name, inside
+        self.end = (max(self.keys) + 1) * size if self.keys else 0
         self.computed = 0
         self.begun: dict[int, int] = {}
 
@@ -213,18 +215,16 @@ class KeptExports(Scheduler):
         """Schedule one step; its output contains the `StepChanges` for the worker as `kept`."""
         output = super().schedule(throttle_prefills)
         changes = StepChanges()
-        if self._exports:
-            self._plan(output, changes)
+        computing = {req_id: each for req_id, each in self._exports.items() if each.computed < each.end}
+        if computing:
+            self._plan(output, computing, changes)
         changes.free = self._kept.take_freed()
         output.kept = changes  # type: ignore[attr-defined]
         return output
 
-    def _plan(self, output: SchedulerOutput, changes: StepChanges) -> None:
-        due = [
-            (req_id, self._exports[req_id], start)
-            for req_id, start in scheduled_starts(output).items()
-            if req_id in self._exports and output.num_scheduled_tokens.get(req_id)
-        ]
+    def _plan(self, output: SchedulerOutput, computing: Mapping[str, RequestBlocks], changes: StepChanges) -> None:
+        starts = scheduled_starts(output)
+        due = [(r, each, starts[r]) for r, each in computing.items() if output.num_scheduled_tokens.get(r)]
         for req_id, blocks, start in due:  # before `compute` frees blocks
             if start > blocks.computed and (slots := self._kept.restore(blocks, start)):
                 changes.restore[req_id] = start, slots
