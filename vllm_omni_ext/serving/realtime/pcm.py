@@ -196,5 +196,5 @@ def _codes(kind: str) -> Samples:
 
 
 def _bits(values: Samples) -> Samples:
-    """Return the bit length of each integer in `values`, all of which are >= 0."""
+    """Return the bit length of each integer >= 0 in `values`."""
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)

@@ -269,17 +269,18 @@ class Session:
         item = self._user_item(self._speech_item or self._new_id("item"), sound)
         self.conversation.check(item)
         self.buffer.clear()
-        return [*self._forget_turn(), *self._add_sound(item)]
+        self._forget_turn()
+        return self._add_sound(item)
 
     def _clear(self) -> Outs:
         self.buffer.clear()
-        return [*self._forget_turn(), event("input_audio_buffer.cleared")]
+        self._forget_turn()
+        return [event("input_audio_buffer.cleared")]
 
-    def _forget_turn(self) -> Outs:
+    def _forget_turn(self) -> None:
         self._speech_item = ""
         if self._detector is not None:
             self._detector.drop(self.buffer.end_ms)
-        return []
 
     def _user_item(self, item_id: str, sound: Sound) -> Item:
         return Item(id=item_id, type="message", role="user", content=[Part(type="input_audio", sound=sound)])

@@ -28,7 +28,7 @@ from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
 from vllm_omni_ext.serving.realtime.events import ClientError, SessionFields, Strict, read
 from vllm_omni_ext.serving.realtime.limits import LIMITS, Limits
 from vllm_omni_ext.serving.realtime.settings import Offer
-from vllm_omni_ext.serving.responses import ERROR_RESPONSES, as_vllm_error, refusal
+from vllm_omni_ext.serving.responses import ERROR_RESPONSES
 from vllm_omni_ext.serving.served import ServedModel
 
 PATH = "/v1/realtime"
@@ -72,9 +72,7 @@ async def create_client_secret(request: SecretRequest, raw_request: Request) -> 
     try:
         return JSONResponse(serving.make_secret(request))
     except ClientError as error:
-        refused = as_vllm_error(RequestError(str(error), parameter=error.param or ""))
-        serving.omni.observer.refused(RequestError(str(error), parameter=error.param or ""))
-        return refusal(create_error_response(refused))
+        raise RequestError(str(error), parameter=error.param or "") from error
 
 
 class OmniServingRealtime:
