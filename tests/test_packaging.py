@@ -76,6 +76,7 @@ def test_the_trained_checkpoint_is_in_a_wheel_of_its_own(built, tmp_path):
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
         names = set(archive.namelist())
     assert {f"vllm_omni_ext_tiny/qwen3_omni/{name}" for name in (*FILES, MARKER)} <= names
+    assert {f"vllm_omni_ext_tiny/lm_eval_tasks/{name}" for name in ("world.py", "image.jsonl")} <= names
 
 
 def test_every_folder_with_modules_is_a_listed_package():

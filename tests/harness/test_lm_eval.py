@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from vllm_omni_ext_tiny import lm_eval_tasks
 
 from examples.server import Server
 from tests.support.cluster import LENGTH, MODEL
@@ -22,6 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 HERE = Path(__file__).parent
 TASKS = HERE / "tasks"
+WORKFLOW = HERE.parents[1] / "examples" / "ci" / "accuracy.yml"
 LM_EVAL = Path(sys.prefix) / "lm-eval"
 """Where dev/scripts/setup_env.sh installs lm-eval."""
 RUN_S = 600.0
@@ -78,7 +82,8 @@ def lm_eval(
 ) -> dict[str, dict[str, float]]:
     """Run lm-eval, in the folder of its output; returns its results by task and metric."""
     words = [python, "-m", "lm_eval", "run", "--model", model, "--model_args", arguments, "--tasks", *tasks]
-    words += ["--include_path", str(TASKS), "--output_path", str(output)]
+    words += ["--include_path", str(lm_eval_tasks() if tasks[0].startswith("tiny_world") else TASKS)]
+    words += ["--output_path", str(output)]
     if "omni=True" in arguments or model == "local-chat-completions":
         words.append("--apply_chat_template")
     ours = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(output.parent), "PYTHONPATH": ":".join(paths)}
@@ -116,6 +121,37 @@ def test_chat_completions_of_the_server(paths: list[str], trained: Path, tmp_pat
             output = tmp_path / f"{task}.json"
             found = lm_eval(paths[:1], output, "local-chat-completions", f"{arguments},tokenized_requests=False", task)
             assert found[task]["exact_match"] == ALL_RIGHT
+
+
+def test_the_workflow_of_accuracy(paths: list[str], trained: Path, tmp_path: Path) -> None:
+    """The steps of examples/ci/accuracy.yml pass with the trained tiny model, and its limits can fail."""
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    steps = {step["name"]: step["run"] for step in workflow["jobs"]["accuracy"]["steps"] if "run" in step}
+    item = {"id": "blue", "content": "say blue", "expected": "blue"}
+    suite = {"name": "colours", "threshold": 1.0, "score": "exact", "items": [item]}
+    suite["options"] = {"modalities": ["text"], "max_completion_tokens": 16}
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    settings = {
+        "MODEL": str(trained),
+        "SERVE_FLAGS": shlex.join(LENGTH),
+        "SUITE": "suite.yaml",
+        "TASKS": "tiny_world_text",
+        "LM_EVAL_ARGS": f"--apply_chat_template --include_path {lm_eval_tasks()}",
+        "ENGINE_ARGS": "dtype=float32,max_model_len=512",
+        "LIMITS": '.tiny_world_text["exact_match,none"] == 1',
+    }
+    assert settings.keys() < workflow["env"].keys()
+
+    def status(step: str, **changed: str) -> int:
+        searched = os.pathsep.join([str(LM_EVAL / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+        ours = {"PATH": searched, "PYTHONPATH": paths[0], "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+        environment = {**os.environ, **workflow["env"], **settings, **ours, **changed}
+        words = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[step]]
+        return subprocess.run(words, env=environment, cwd=tmp_path, timeout=RUN_S, check=False).returncode
+
+    assert [status(step) for step in ("suite", "lm-eval", "limits")] == [0, 0, 0]
+    assert status("limits", LIMITS='.tiny_world_text["exact_match,none"] < 1') != 0
+    assert (tmp_path / "suite.json").exists() and (tmp_path / "suite.xml").exists()
 
 
 def test_plain_vllm_is_untouched(paths: list[str], without: str, tmp_path: Path) -> None:

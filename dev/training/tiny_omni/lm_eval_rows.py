@@ -1,4 +1,4 @@
-"""Writes the rows of the tasks about the tiny model's world: `python -m tests.harness.write_data`."""
+"""Writes the rows of lm-eval's tasks about the tiny model's world: `python -m dev.training.tiny_omni.lm_eval_rows`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = 3_000_017
 
 ROWS, PICTURES = 48, 24
 CHOICES = 4
-FOLDER = Path(__file__).with_name("tasks")
+FOLDER = Path(__file__).parents[1] / "package" / "vllm_omni_ext_tiny" / "lm_eval_tasks"
 
 
 def text(random: np.random.Generator) -> dict[str, Any]:
