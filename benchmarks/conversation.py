@@ -1,64 +1,111 @@
-"""Measures the time to the first sound over the turns of a conversation, with and without what earlier turns left.
+"""Measures the time from the end of speech to the first sound over the turns of a Realtime conversation.
 
 Each turn of the user is `--seconds` of sound; the answer is one short sentence, and its length is fixed. A turn is
-measured twice on the same engines: "again" after the prefix caches and kept hidden states were freed, so that the whole
-conversation is computed, and "kept" after the turn before it, as in a conversation. Both give the same tokens.
+measured twice on the same server, from `response.create` to the first sound at the client: "kept" after the turn before
+it, as in a conversation, and "again" after the prefix caches, kept hidden states and media caches were emptied, so that
+the whole conversation is computed. Both give the same sound.
 
     python benchmarks/conversation.py [MODEL] [--turns 10] [--seconds 4] [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import io
-import itertools
 import json
+import os
 import statistics
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # run as a file, from anywhere
+
+import aiohttp
 import numpy as np
-import soundfile
 from checkpoint import checkpoint, parser
-from vllm import LLM, SamplingParams
 
-from vllm_omni_ext.modalities.chunks import AudioChunk
-from vllm_omni_ext.plugins.runtime import RequestOptions
+from examples.server import Server
 
-SOUND_HZ = 16_000
+MODEL = "model"
+RATE_HZ = 24_000
 TEXT, FRAMES = 12, 24
 BLOCK = 32
-REPLY = {"role": "assistant", "content": "The quick brown fox jumps over the lazy dog."}
-
-_numbers = itertools.count()
-
-
-def sound(seconds: float, seed: int) -> dict[str, Any]:
-    """Return a message of the user with noise."""
-    wave, file = np.random.default_rng(seed).uniform(-0.3, 0.3, int(seconds * SOUND_HZ)), io.BytesIO()
-    soundfile.write(file, wave.astype(np.float32), SOUND_HZ, format="WAV")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]}
-
-
-def conversation(turns: int, seconds: float, seed: int) -> list[dict[str, Any]]:
-    """Return the messages up to the last turn of the user."""
-    users = [sound(seconds, seed * 1000 + turn) for turn in range(turns)]
-    return [message for user in users for message in (user, REPLY)][:-1]
+REPLY = "The quick brown fox jumps over the lazy dog."
+OVERRIDES = {
+    "thinker": {
+        "engine": {"block_size": BLOCK},
+        "params": {"temperature": 0, "ignore_eos": True, "max_tokens": TEXT},
+    },
+    "talker": {
+        "engine": {"block_size": BLOCK},
+        "params": {"temperature": 0, "max_tokens": FRAMES + 1, "min_tokens": FRAMES + 1},
+    },
+}
 
 
-async def first_sound(omni: Any, prompt: Any) -> tuple[float, list[int]]:
-    """Return the seconds to the first sound of a greedy answer, and its first codes."""
-    talker = SamplingParams(temperature=0, max_tokens=FRAMES + 1, min_tokens=FRAMES + 1)
-    text = SamplingParams(temperature=0, max_tokens=TEXT, ignore_eos=True)
-    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker})
-    began, first, codes = time.monotonic(), 0.0, []
-    async for item in omni._omni.generate(prompt, text, f"turn-{next(_numbers)}", options=options):
-        if isinstance(item, AudioChunk) and len(item.samples):
-            first = first or time.monotonic() - began
-            codes = np.asarray(item.frames).flatten().tolist()
-    return first, codes
+def speech(seconds: float, seed: int) -> str:
+    """Return noise as PCM16 in base64."""
+    wave = np.random.default_rng(seed).uniform(-0.3, 0.3, int(seconds * RATE_HZ))
+    return base64.b64encode((wave * 32767).astype("<i2").tobytes()).decode()
+
+
+class Talk:
+    """A Realtime session."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+
+    async def send(self, kind: str, until: str, **fields: Any) -> None:
+        """Send an event, and receive up to the next event of the kind `until`."""
+        await self._socket.send_json({"type": kind, **fields})
+        while (await self._receive())["type"] != until:
+            pass
+
+    async def _receive(self) -> dict[str, Any]:
+        event: dict[str, Any] = await self._socket.receive_json(timeout=600)
+        if event["type"] == "error":
+            raise RuntimeError(str(event["error"]))
+        return event
+
+    async def answer(self) -> tuple[float, bytes]:
+        """Return the seconds to the first sound of a response outside of the conversation, and its sound."""
+        began, first, sound = time.monotonic(), 0.0, b""
+        await self._socket.send_json({"type": "response.create", "response": {"conversation": "none"}})
+        while (event := await self._receive())["type"] != "response.done":
+            if event["type"] == "response.output_audio.delta":
+                first = first or time.monotonic() - began
+                sound += base64.b64decode(event["delta"])
+        return first, sound
+
+
+async def conversation(server: Server, turns: int, seconds: float, seed: int) -> list[tuple[float, float]]:
+    """Return the seconds to the first sound of each turn, kept and computed again."""
+    found = []
+    async with aiohttp.ClientSession() as session:
+        url = f"{server.base_url}/realtime?model={MODEL}"
+        async with session.ws_connect(url, max_msg_size=0) as socket:
+            talk = Talk(socket)
+            manual = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
+            await talk.send("session.update", "session.updated", session=manual)
+            for turn in range(turns):
+                await socket.send_json(
+                    {"type": "input_audio_buffer.append", "audio": speech(seconds, seed * 1000 + turn)}
+                )
+                await talk.send("input_audio_buffer.commit", "conversation.item.done")
+                kept, sound = await talk.answer()
+                for cache in ("prefix", "mm"):
+                    async with session.post(f"{server.base_url.removesuffix('/v1')}/reset_{cache}_cache") as reply:
+                        reply.raise_for_status()
+                again, expected = await talk.answer()
+                assert sound == expected, f"turn {turn + 1}: another sound"
+                found.append((kept, again))
+                content = [{"type": "output_text", "text": REPLY}]
+                item = {"type": "message", "role": "assistant", "content": content}
+                await talk.send("conversation.item.create", "conversation.item.done", item=item)
+    return found
 
 
 def main() -> None:
@@ -69,28 +116,22 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, default=3, help="measured conversations, after one that warms up")
     flags.add_argument("--json", type=Path, help="file that takes every figure")
     args = flags.parse_args()
-    size = {"max_model_len": 16384, "max_num_batched_tokens": 16384}
-    stages = {"thinker": {"engine": {"block_size": BLOCK}}}
-    kept: dict[int, list[float]] = {turn: [] for turn in range(1, args.turns + 1)}
-    again: dict[int, list[float]] = {turn: [] for turn in range(1, args.turns + 1)}
-    with checkpoint(args.model) as model, LLM(model, omni=True, stage_overrides=stages, **size) as omni:
-        for seed in range(args.rounds + 1):
-            for turn in kept:
-                prompt = omni._preprocess_chat_one(conversation(turn, args.seconds, seed))
-                seconds, codes = omni._run(first_sound(omni, prompt))
-                kept[turn].append(seconds)
-                omni.reset_prefix_cache()
-                omni.reset_mm_cache()
-                seconds, expected = omni._run(first_sound(omni, prompt))
-                again[turn].append(seconds)
-                assert codes == expected, f"turn {turn}: other codes"
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # for the routes that empty caches
+    size = ["--max-model-len", "16384", "--max-num-batched-tokens", "16384", "--served-model-name", MODEL]
+    size += ["--stage-overrides", json.dumps(OVERRIDES)]
+    with (
+        checkpoint(args.model) as model,
+        tempfile.TemporaryDirectory(prefix="omni-bench-") as folder,
+        Server(model, Path(folder) / "log", size) as server,
+    ):
+        rounds = [asyncio.run(conversation(server, args.turns, args.seconds, n)) for n in range(args.rounds + 1)][1:]
     print(f"{'first sound, ms':>16}{'kept':>10}{'again':>10}{'kept/again':>12}{'kept/turn 1':>13}")
-    one = statistics.median(kept[1][1:])
-    for turn in kept:
-        k, a = (statistics.median(each[turn][1:]) for each in (kept, again))
-        print(f"turn {turn:11}{1e3 * k:10.0f}{1e3 * a:10.0f}{k / a:12.2f}{k / one:13.2f}")
+    medians = [[statistics.median(each) for each in zip(*pairs, strict=True)] for pairs in zip(*rounds, strict=True)]
+    for turn, (kept, again) in enumerate(medians, 1):
+        ratios = f"{kept / again:12.2f}{kept / medians[0][0]:13.2f}"
+        print(f"turn {turn:11}{1e3 * kept:10.0f}{1e3 * again:10.0f}{ratios}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"kept": kept, "again": again}, indent=1))
+        args.json.write_text(json.dumps(rounds, indent=1))
 
 
 if __name__ == "__main__":

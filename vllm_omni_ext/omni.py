@@ -31,7 +31,7 @@ from vllm_omni_ext.observability.engine_stats import EngineNumbers, NoSeries, Re
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.admission import Admission, Ticket
 from vllm_omni_ext.orchestrator.answers import chunks, merged, until
-from vllm_omni_ext.orchestrator.engine_requests import EngineRequests
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.placement import Settings
 from vllm_omni_ext.plugins.registry import family_of
@@ -331,7 +331,9 @@ class AsyncOmni(TargetedLLM):
         return rest | {"prompt_text": extract_prompt_components(self.model_config, prompt)[0]}
 
     def _admit(self, request: EngineCoreRequest, ticket: Ticket) -> Ticket:
-        rendered = Rendered(prompt=request.prompt_token_ids or (), features=request.mm_features or ())
+        rendered = Rendered(
+            prompt=request.prompt_token_ids or (), features=request.mm_features or (), scope=cache_scope(request)
+        )
         params = request.sampling_params
         self.admission.admit(ticket, rendered, answers=1 if params is None else params.n)
         return ticket

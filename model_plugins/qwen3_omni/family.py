@@ -34,12 +34,12 @@ TALKER = StageSpec(
         "scheduler_cls": "vllm_omni_ext.engine.scheduler.streaming_input_scheduler",
         "hf_overrides": f"{_HERE}.hf_configs:talker",
         "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
         "enable_prompt_embeds": True,
         "async_scheduling": False,  # the code predictor needs the sampled token on the host
         "pipeline_parallel_size": 1,  # the last rank makes the frames, and the first one would need them
     },
     cuda_defaults={"max_num_seqs": 64, "max_num_batched_tokens": _STEP_TOKENS},
+    engine_defaults={"enable_prefix_caching": True},
     models={"Qwen3OmniTalker": f"{_HERE}.talker:Qwen3OmniTalker"},
     cpu_kv_bytes=128 << 20,
     defaults={

@@ -12,10 +12,12 @@ from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
     HEADER,
+    Medium,
     PromptSegments,
     SpecialIds,
     TalkerChunk,
     TalkerPrompt,
+    prefix_keys,
     talker_prompt,
 )
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, VocoderStream, VoiceError
@@ -39,6 +41,8 @@ class SpeechPlan:
         parts: user and assistant segments of the prompt.
         voice: name of the speaker, a key of `ids.speakers`.
         positions: int32 M-RoPE positions [3, talker prompt length] of a multimodal prompt, else None.
+        media: media items of the thinker's prompt.
+        scope: requests with different scopes share nothing in the talker's prefix cache.
     """
 
     prompt: Sequence[int]
@@ -47,6 +51,8 @@ class SpeechPlan:
     ids: SpecialIds
     sample_rate: int
     positions: bytes | None = None
+    media: Sequence[Medium] = ()
+    scope: str = ""
 
 
 class ReadAloudFlow:
@@ -89,9 +95,18 @@ class ReadAloudFlow:
         return [Fail(f"the talker could not take the thinker's hidden states: {reason}")]
 
     def _new_talk(self) -> TalkerInput:
-        return TalkerInput(
-            *talker_prompt(self._speech.prompt, self._speech.parts, self._speech.voice, self._speech.ids)
+        speech = self._speech
+        text, codec = talker_prompt(speech.prompt, speech.parts, speech.voice, speech.ids)
+        keys = prefix_keys(
+            speech.prompt,
+            speech.parts,
+            text,
+            codec,
+            positions=speech.positions,
+            media=speech.media,
+            scope=speech.scope,
         )
+        return TalkerInput(text, codec, keys)
 
     def _open_talker(self) -> Open:
         talk, ids = self._talk, self._speech.ids
@@ -117,6 +132,7 @@ class ReadAloudFlow:
             hidden_spans=self._speech.parts.talker_spans,
             hidden_states=talk.hidden,
             done=len(made),
+            prefix_keys=talk.keys,
             stop=(ids.codec_eos,),
         )
 
@@ -244,10 +260,11 @@ def _extend(*, text: tuple[int, ...] = (), track: tuple[int, ...], last: bool) -
 
 @dataclass
 class TalkerInput:
-    """Input that was sent to the talker: ids of its prompt, the text track, and the location of hidden states."""
+    """Input that was sent to the talker: ids and keys of its prompt, the text track, and where hidden states are."""
 
     text: list[int]
     codec: list[int]
+    keys: tuple[bytes, ...] = ()
     track: list[int] = field(default_factory=list)
     closed: bool = False
     hidden: HiddenStatesRef | None = None

@@ -8,11 +8,17 @@ token.
 
 from __future__ import annotations
 
+import struct
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+
+from vllm_omni_ext.wire.stage_input import KEY_POSITIONS
 
 MULTIMODAL = -1  # text id of a position whose input is a hidden state
 NO_CODEC = -1  # codec id of a position without a code
@@ -135,6 +141,80 @@ def talker_prompt(
     codec += [ids.codec_nothink, ids.codec_think_bos, ids.codec_think_eos, ids.speakers[voice]]
     codec += [ids.codec_pad, ids.codec_bos]
     return text, codec
+
+
+class Medium(NamedTuple):
+    """A media item of the thinker's prompt: its range of positions, and its key in the media caches."""
+
+    offset: int
+    length: int
+    identifier: str
+
+
+def prefix_keys(
+    prompt: Sequence[int],
+    parts: PromptSegments,
+    text: Sequence[int],
+    codec: Sequence[int],
+    *,
+    positions: bytes | None = None,
+    media: Sequence[Medium] = (),
+    scope: str = "",
+) -> tuple[bytes, ...]:
+    """Return the keys of the beginnings of the talker's prompt, SHA-256 digests (see `plugins.flow.Open.prefix_keys`).
+
+    A key contains the ids and M-RoPE positions of the beginning. The hidden state of a multimodal position depends on
+    the thinker's prompt up to this position. Thus a key contains that part of the thinker's prompt too, with the media
+    items that begin in it.
+
+    Args:
+        prompt: the thinker's prompt ids.
+        text, codec: see `talker_prompt`; only positions with a text id have keys.
+        positions: int32 M-RoPE positions [3, talker prompt length]; None: those of a text.
+        media: all media items of the thinker's prompt.
+        scope: requests with different scopes have different keys.
+    """
+    known = len(text)
+    axes = np.tile(np.arange(known, dtype=np.int32), (3, 1))
+    if positions is not None:
+        axes = np.frombuffer(positions, np.int32).reshape(3, -1)[:, :known]
+    rows = np.stack([np.array(text, np.int32), np.array(codec[:known], np.int32), *axes], axis=1)
+    source = np.full(known, -1)  # the thinker's position of each multimodal position
+    for (start, stop), (first, end) in zip(parts.talker_spans, parts.multimodal, strict=True):
+        source[start:stop] = np.arange(first, end)
+    blocks = known // KEY_POSITIONS
+    lasts = source[: blocks * KEY_POSITIONS].reshape(blocks, KEY_POSITIONS).max(axis=1, initial=-1).tolist()
+    thinker = _ThinkerPrefix(prompt, media)
+    digest, keys = sha256(scope.encode("utf-8", "surrogatepass")), []
+    for block, last in enumerate(lasts):
+        if last >= 0:
+            digest.update(thinker.until(last + 1))
+        digest.update(rows[block * KEY_POSITIONS : (block + 1) * KEY_POSITIONS].tobytes())
+        keys.append(digest.digest())
+    return tuple(keys)
+
+
+class _ThinkerPrefix:
+    """Computes digests of growing beginnings of the thinker's prompt."""
+
+    def __init__(self, prompt: Sequence[int], media: Sequence[Medium]) -> None:
+        self._ids = np.array(prompt, np.int32)
+        self._media = deque(sorted(media))
+        self._done = 0
+        self._digest = sha256()
+
+    def until(self, stop: int) -> bytes:
+        """Return the digest of positions [0, stop); `stop` never decreases."""
+        begun: list[Medium] = []
+        while self._media and self._media[0].offset < stop:
+            begun.append(self._media.popleft())
+        self._digest.update(struct.pack("<qq", stop - self._done, len(begun)))  # lengths make the stream unambiguous
+        self._digest.update(self._ids[self._done : stop].tobytes())
+        for each in begun:
+            name = each.identifier.encode("utf-8", "surrogatepass")
+            self._digest.update(struct.pack("<qqq", each.offset, each.length, len(name)) + name)
+        self._done = stop
+        return self._digest.digest()
 
 
 class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt"):

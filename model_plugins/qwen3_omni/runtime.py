@@ -15,7 +15,7 @@ from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, PromptSegments, SpecialIds, find_parts
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, Medium, PromptSegments, SpecialIds, find_parts
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
@@ -167,6 +167,8 @@ class Qwen3OmniRuntime:
             ids=self._ids,
             sample_rate=SAMPLE_RATE_HZ,
             positions=self._talker_positions(request, parts) if parts.multimodal else None,
+            media=[_medium(feature) for feature in request.features],
+            scope=request.scope,
         )
         text, frames = self._schedules(options)
         budgets = {TALKER: budget}
@@ -231,6 +233,11 @@ class Qwen3OmniRuntime:
             self._positions = _position_model(self._config)
         thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
         return join_segments(thinker.numpy(), parts.user, TALKER_TAIL)
+
+
+def _medium(feature: Any) -> Medium:
+    place = feature.mm_position
+    return Medium(place.offset, place.length, feature.identifier)
 
 
 def too_long(length: str, frames: int) -> RequestError:

@@ -62,6 +62,19 @@ def test_progress_is_counted_for_any_chunks(
         assert progress.limit() == (SIZE + steps if all(there) else there.index(False))
 
 
+@given(st.integers(0, SIZE), st.integers(0, 8), st.integers(0, SIZE), spans)
+def test_positions_in_the_prefix_cache_need_no_hidden_states(
+    known: int, hidden: int, cached: int, due: tuple[tuple[int, int], ...]
+) -> None:
+    progress = InputProgress.of(opening(prompt_positions=known, hidden_spans=due, hidden=hidden), SIZE)
+    missing = [p for a, b in due for p in range(a, b)][hidden:]
+    there = [p < known and (p < cached or p not in missing) for p in range(SIZE)]
+    limit = SIZE if all(there) else there.index(False)
+    assert progress.continues(cached) == (limit > cached)
+    progress.cached = cached
+    assert progress.limit() == limit
+
+
 @given(st.integers(0, 5), st.lists(st.booleans(), min_size=1, max_size=6))
 def test_once_complete_it_stays_complete(start: int, ends: list[bool]) -> None:
     progress = InputProgress.of(opening(step_inputs=start), SIZE)

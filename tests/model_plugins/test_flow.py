@@ -23,7 +23,13 @@ from vllm_omni_ext.model_plugins.qwen3_omni.flow import (
     SpeechFlow,
     SpeechPlan,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.prompt import TalkerChunk, TalkerPrompt, find_parts, talker_prompt
+from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
+    TalkerChunk,
+    TalkerPrompt,
+    find_parts,
+    prefix_keys,
+    talker_prompt,
+)
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, MOST_NEW, FrameLog
 from vllm_omni_ext.plugins.flow import (
     Action,
@@ -122,6 +128,7 @@ def test_a_reply_in_one_piece() -> None:
         prompt_positions=len(codec),
         step_inputs=3,
         hidden_spans=[],
+        prefix_keys=prefix_keys(TEXT, parts, text, codec),
         stop=(IDS.codec_eos,),
     )
     assert feed(flow, said((1, 2)), said((3, 4))) == []
@@ -172,14 +179,15 @@ def exported(pieces: list[tuple[int, int]], source: str = "A") -> list[Produced]
 @pytest.mark.parametrize("text", [ONCE, EACH], ids=str)
 @pytest.mark.parametrize("stops", [[], [3], [1, 2], [4], [1, 3, 4]], ids=str)
 def test_the_talker_gets_all_hidden_states_or_the_request_fails(stops: list[int], text: ChunkSchedule) -> None:
-    flow = flow_for(HEARD, text=text, positions=b"xyz")
+    positions = np.zeros((3, 20), np.int32).tobytes()
+    flow = flow_for(HEARD, text=text, positions=positions)
     assert feed(flow, *exported(list(pairwise([0, *stops])))) == []
     first, *_ = feed(flow, thought(40), thought(41), thought(9, finish="stop"))
     if (got := max(stops, default=0)) < 4:
         assert first == Fail(f"the thinker handed over {got} of 4 hidden states of multimodal positions")
         return
     assert first.hidden_states == ref(4)
-    assert (first.hidden_spans, of_talker(first).positions) == ([(4, 7), (8, 9)], b"xyz")
+    assert (first.hidden_spans, of_talker(first).positions) == ([(4, 7), (8, 9)], positions)
 
 
 @pytest.mark.parametrize(

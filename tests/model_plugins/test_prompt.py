@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +15,14 @@ from tests.support.talker_ids import AUDIO, HEADER, IDS, IM_END, IMAGE, NEWLINE,
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
     MULTIMODAL,
     NO_CODEC,
+    PADS,
+    Medium,
     PromptSegments,
     find_parts,
+    prefix_keys,
     talker_prompt,
 )
+from vllm_omni_ext.wire.stage_input import KEY_POSITIONS
 
 tokens = st.lists(st.sampled_from([20, 21, 22, AUDIO, IMAGE, VIDEO]), max_size=6)
 turns = st.lists(st.tuples(st.sampled_from([SYSTEM, IDS.user, IDS.assistant]), tokens), max_size=5)
@@ -96,3 +105,99 @@ def test_the_talker_prompt_has_nine_positions_after_the_user_turns(
     assert [p for start, stop in parts.talker_spans for p in range(start, stop)] == mixed
     assert len(mixed) == parts.multimodal_count
     assert codec[-3] == IDS.speakers[voice]
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A prompt with sounds, each a run of positions, for a voice and a scope."""
+
+    prompt: tuple[int, ...]
+    sounds: tuple[str, ...] = ()
+    voice: str = "ethan"
+    scope: str = ""
+
+    def media(self) -> list[Medium]:
+        runs = parts_of([*self.prompt]).multimodal
+        return [Medium(start, stop - start, name) for (start, stop), name in zip(runs, self.sounds, strict=True)]
+
+    def keys(self) -> tuple[bytes, ...]:
+        parts = parts_of([*self.prompt])
+        text, codec = talker_prompt(self.prompt, parts, self.voice, IDS)
+        return prefix_keys(self.prompt, parts, text, codec, media=self.media(), scope=self.scope)
+
+    def inputs(self) -> list[Any]:
+        """All that determines the input of each position of the talker's prompt."""
+        parts = parts_of([*self.prompt])
+        text, codec = talker_prompt(self.prompt, parts, self.voice, IDS)
+        at = [p for a, b in parts.user for p in range(a, b)]
+        media = self.media()
+        found: list[Any] = []
+        for position, (token, code) in enumerate(zip(text, codec, strict=False)):
+            seen: Any = None
+            if token == MULTIMODAL:
+                until = at[position] + 1
+                seen = self.prompt[:until], tuple(each for each in media if each.offset < until)
+            found.append((self.scope, token, code, seen))
+        return found
+
+
+def spoken(turns: list[tuple[int, int, int, str]], **fields: str) -> Spoken:
+    """Turns: a role, the number of its text tokens and of the positions of its sound, and the sound's name."""
+    segments = [turn(role, *[20] * text, *[AUDIO] * sound, *[21] * bool(sound)) for role, text, sound, _ in turns]
+    names = tuple(name for role, _, sound, name in turns if sound and role == IDS.user)
+    return Spoken((*(token for segment in segments for token in segment), *HEADER), names, **fields)
+
+
+said = st.tuples(
+    st.sampled_from([SYSTEM, IDS.user, IDS.assistant]), st.integers(0, 9), st.integers(0, 20), st.sampled_from("ab")
+).map(lambda made: (made[0], made[1], made[2] if made[0] == IDS.user else 0, made[3]))
+
+
+ends = st.tuples(st.lists(said, max_size=4), st.sampled_from(["ethan", "chelsie"]), st.sampled_from(["", "s"]))
+
+
+@given(st.lists(ends, min_size=2, max_size=4), st.lists(said, max_size=3))
+def test_beginnings_have_equal_keys_exactly_if_their_inputs_are_equal(
+    ends: list[tuple[list[tuple[int, int, int, str]], str, str]], first: list[tuple[int, int, int, str]]
+) -> None:
+    by_key: dict[bytes, Any] = {}
+    by_inputs: dict[Any, bytes] = {}
+    for last, voice, scope in ends:
+        conversation = spoken([*first, *last], voice=voice, scope=scope)
+        inputs, keys = conversation.inputs(), conversation.keys()
+        assert len(keys) == len(inputs) // KEY_POSITIONS
+        for count, key in enumerate(keys, 1):
+            beginning = tuple(inputs[: count * KEY_POSITIONS])
+            assert by_key.setdefault(key, beginning) == beginning, "different inputs have one key"
+            assert by_inputs.setdefault(beginning, key) == key, "equal inputs have two keys"
+
+
+def test_positions_are_part_of_the_keys() -> None:
+    prompt = user(*[20] * 60) + HEADER
+    parts = parts_of(prompt)
+    text, codec = talker_prompt(prompt, parts, "ethan", IDS)
+    axes = np.tile(np.arange(len(codec), dtype=np.int32), (3, 1))
+    plain = prefix_keys(prompt, parts, text, codec)
+    assert prefix_keys(prompt, parts, text, codec, positions=axes.tobytes()) == plain
+    axes[2, 40] += 1
+    moved = prefix_keys(prompt, parts, text, codec, positions=axes.tobytes())
+    assert [a == b for a, b in zip(plain, moved, strict=True)] == [True, True, False, False]
+
+
+def test_names_of_media_cannot_imitate_tokens() -> None:
+    """A client may choose the name of a media item."""
+    prompt = user(*[AUDIO] * 40) + HEADER
+    token = np.array([AUDIO], np.int32).tobytes().decode()
+    keys = {
+        prefix_keys(prompt, parts_of(prompt), *talker_prompt(prompt, parts_of(prompt), "ethan", IDS), media=media)[-1]
+        for media in ([], [Medium(3, 40, "")], [Medium(3, 40, token)], [Medium(3, 20, ""), Medium(23, 20, "")])
+    }
+    assert len(keys) == 4
+
+
+@given(st.lists(said, min_size=1, max_size=4))
+def test_a_turn_begins_with_the_keys_of_the_turn_before(turns: list[tuple[int, int, int, str]]) -> None:
+    """Up to the header, which is only the end of each prompt."""
+    for before, after in pairwise(spoken(turns[:count]) for count in range(len(turns) + 1)):
+        shared = max(0, len(before.inputs()) - len(HEADER) - PADS - 1) // KEY_POSITIONS
+        assert before.keys()[:shared] == after.keys()[:shared]

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from tests.support.examples import seeds
@@ -25,7 +26,7 @@ from tests.support.simulation import (
 from vllm_omni_ext.disaggregation.parameters import KEY
 from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, can_be_split, prompt_request
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope, can_be_split, prompt_request
 from vllm_omni_ext.orchestrator.messages import SendKVRelease, SendPrompt
 from vllm_omni_ext.orchestrator.router import Pair
 from vllm_omni_ext.wire.stage_input import EXPORT
@@ -347,6 +348,16 @@ def test_parameters_and_length_decide_if_a_prompt_can_be_split(params: dict[str,
     for prompt in ([1], None):
         request.prompt_token_ids = prompt
         assert not can_be_split(request)
+
+
+def test_requests_share_a_scope_of_caches_if_salt_and_adapter_are_equal() -> None:
+    scopes = set()
+    for salt in (None, "a", "b"):
+        for adapter in (None, LoRARequest("x", 1, "/x"), LoRARequest("x", 2, "/x"), LoRARequest("x", 1, "/y")):
+            request = asked()
+            request.cache_salt, request.lora_request = salt, adapter
+            scopes.add(cache_scope(request))
+    assert len(scopes) == 12 and "" in scopes
 
 
 def test_the_prefill_request_has_no_parameters_of_the_answer() -> None:

@@ -260,6 +260,36 @@ def test_answers_stay_the_same_when_a_talker_and_a_thinker_die(twofold: Any) -> 
     assert nothing_is_held(twofold)
 
 
+def test_a_conversation_continues_on_other_replicas(twofold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns go to the replicas of the turns before, and compute only what is new. When these are killed, others
+    compute the conversation once."""
+    reply = {"role": "assistant", "content": "A short tone."}
+    users = openai_messages([user(heard(12.0, seed)) for seed in range(4)])
+    turns = [[each for one in users[: count + 1] for each in (one, reply)][:-1] for count in range(4)]
+    expected = []
+    for turn in turns:
+        twofold.reset_prefix_cache()
+        expected += ask(twofold, [turn])
+    twofold.reset_prefix_cache()
+    observer, seen = twofold._omni.observer, list[Any]()
+    ended = observer.ended
+    monkeypatch.setattr(observer, "ended", lambda trace, how: (seen.append(trace.stages), ended(trace, how)))
+    answers = ask(twofold, [turns[0]]) + ask(twofold, [turns[1]])
+    for stage in ("talker", "thinker"):
+        os.kill(twofold._deployment.processes()[seen[1][stage].replica].pid, signal.SIGKILL)
+    pools = twofold._omni.orchestrator.pools
+    assert until(lambda: all(len(pools[stage].replicas) < 2 for stage in ("talker", "thinker")), SOON_S)
+    assert until(lambda: all(len(pools[stage].replicas) == 2 for stage in ("talker", "thinker")), ENDED_S)
+    answers += ask(twofold, [turns[2]]) + ask(twofold, [turns[3]])
+    assert same(answers, expected)
+    size = 128  # of a block
+    length = len(twofold._preprocess_chat_one([users[0]])["prompt_token_ids"]) - 3
+    for stage in ("talker", "thinker"):
+        assert [stages[stage].cached // size for stages in seen] == [0, length // size, 0, 3 * length // size], stage
+    assert len({stages["talker"].replica for stages in seen[:2]}) == 1
+    assert nothing_is_held(twofold)
+
+
 @pytest.mark.extended
 @pytest.mark.needs("library mooncake.engine", "isolation")
 def test_answers_over_mooncake_equal_transformers() -> None:

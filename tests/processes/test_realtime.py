@@ -29,9 +29,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 MODEL, RATE, MS = "tiny", 24_000, 48
 TELEPHONE = SoundFormat(PCMU, 8_000)
 WORDS, FRAMES = 12, 24
+BLOCK = 32
 OVERRIDES = {
-    "thinker": {"params": {"temperature": 0, "ignore_eos": True, "max_tokens": WORDS}},
-    "talker": {"params": {"temperature": 0, "max_tokens": FRAMES}},
+    "thinker": {
+        "engine": {"block_size": BLOCK},
+        "params": {"temperature": 0, "ignore_eos": True, "max_tokens": WORDS},
+    },
+    "talker": {"engine": {"block_size": BLOCK}, "params": {"temperature": 0, "max_tokens": FRAMES}},
 }
 """Greedy answers of one length: a session has no field for them."""
 
@@ -152,6 +156,33 @@ async def test_turns_of_sound_and_text_are_answered_as_a_chat_is(server: Server)
             assert done.usage.output_token_details.text_tokens == WORDS
             assert done.usage.output_token_details.audio_tokens == usage.completion_tokens_details.audio_tokens
             talk.messages.append({"role": "assistant", "content": message.audio.transcript})
+
+
+async def test_a_turn_computes_nothing_of_earlier_turns(server: Server) -> None:
+    """As a response and as a chat. Both answers are those without a cache, which a request with another salt has."""
+    async with talking(server) as talk:
+        await talk.configure()
+        before = 0
+        for turn in range(3):
+            await talk.say(tone(500 + 100 * turn, 4.0))
+            done, samples = await talk.respond()
+            assert done.usage.input_token_details.cached_tokens >= before // BLOCK * BLOCK
+            known = await talk.chat(extra_body={"return_stage_metrics": True})
+            stages = known.model_extra["metrics"]["stages"]
+            assert stages["talker"]["cached_tokens"] >= turn * BLOCK
+            assert stages["thinker"]["cached_tokens"] >= before // BLOCK * BLOCK
+            new = await talk.chat(extra_body={"return_stage_metrics": True, "cache_salt": str(turn)})
+            stages = new.model_extra["metrics"]["stages"]
+            assert stages["talker"]["cached_tokens"] == stages["thinker"]["cached_tokens"] == 0
+            known_sound, new_sound = (
+                soundfile.read(io.BytesIO(base64.b64decode(each.choices[0].message.audio.data)), dtype="int16")[0]
+                for each in (known, new)
+            )
+            assert alike(samples, new_sound) and alike(known_sound, new_sound)
+            text = new.choices[0].message.audio.transcript
+            assert done.output[0].content[0].transcript == known.choices[0].message.audio.transcript == text
+            talk.messages.append({"role": "assistant", "content": text})
+            before = done.usage.input_tokens - 3  # without the header of the answer
 
 
 async def test_a_response_without_a_turn_of_the_user(server: Server) -> None:

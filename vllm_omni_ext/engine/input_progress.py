@@ -22,6 +22,7 @@ class InputProgress:
         hidden_states: number of these hidden states that were announced, in the order of the positions.
         step_inputs: number of positions after the prompt whose input has arrived.
         complete: no chunk follows; every later position has its input.
+        cached: number of leading positions that the prefix cache has, for which no hidden states are needed.
     """
 
     size: int = 0
@@ -30,14 +31,23 @@ class InputProgress:
     hidden_states: int = 0
     step_inputs: int = 0
     complete: bool = False
+    cached: int = 0
 
     def limit(self) -> int | None:
         """Return how many positions (prompt and sampled tokens) can be computed; None: no limit."""
+        return self._limit(self.cached)
+
+    def continues(self, cached: int) -> bool:
+        """Return whether the position after the first `cached` ones can be computed if the prefix cache has these."""
+        limit = self._limit(cached)
+        return limit is None or limit > cached
+
+    def _limit(self, cached: int) -> int | None:
         left = self.hidden_states
         for start, stop in self.spans:
-            if left < stop - start:
-                return min(self.received, start + left)
-            left -= stop - start
+            if (missing := max(start + left, cached)) < stop:
+                return min(self.received, missing)
+            left = max(0, left - (stop - start))
         if self.received < self.size:
             return self.received
         return None if self.complete else self.size + self.step_inputs

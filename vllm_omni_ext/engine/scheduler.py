@@ -6,6 +6,11 @@ every request of a step, and the override limits the number of tokens. A request
 with vLLM's own `next_decode_eligible_step`. If all requests are held, the engine reports no work and sleeps on its
 input queue until the next chunk, request or abort.
 
+The prefix cache of such a stage has the keys that come with a request (`StageInput.prefix_keys`), since the token ids
+of the engine's prompt do not determine the input embeddings. A block enters the cache after the step that computed it,
+unless hidden states of the step were lost. A request for which the cache has blocks waits until the position after
+them can be computed.
+
 `DueFirst` is for a stage whose outputs are due at known times. vLLM's own policy `priority` orders the requests by the
 time at which each is due. Steps are short, so that a request that is due soon waits only briefly for the running step.
 """
@@ -17,6 +22,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,10 +33,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine.input_progress import InputProgress
+from vllm_omni_ext.engine.input_provider import scheduled_starts
 from vllm_omni_ext.engine.kept_exports import KeptExports
 from vllm_omni_ext.engine.step_budget import StepBudget
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, unpack
-from vllm_omni_ext.wire.stage_input import StageInput
+from vllm_omni_ext.wire.stage_input import KEY_POSITIONS, StageInput
 
 
 class StreamingInput(Scheduler):
@@ -41,6 +49,16 @@ class StreamingInput(Scheduler):
         self._chunks: dict[str, list[StageInput]] = {}
         self._parked: dict[str, Request] = {}
         super().__init__(*args, **kwargs)
+        if self.cache_config.enable_prefix_caching and self.hash_block_size % KEY_POSITIONS:
+            raise ConfigError(
+                f"block_size: {self.hash_block_size} is not a multiple of {KEY_POSITIONS}, which the prefix cache of "
+                "this stage needs; use another block_size, or enable_prefix_caching: false"
+            )
+        self._allocate = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_without_caching  # type: ignore[method-assign]
+
+    def _allocate_without_caching(self, *args: Any, **kwargs: Any) -> Any:
+        return self._allocate(*args, **{**kwargs, "delay_cache_blocks": True})
 
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()
@@ -52,11 +70,15 @@ class StreamingInput(Scheduler):
         if is_chunk:
             self._add_chunk(request.request_id, stage_input)
             return
-        self._progress[request.request_id] = progress = InputProgress.of(stage_input, request.num_prompt_tokens)
-        if progress.limit() == 0:
-            self._parked[request.request_id] = request
-        else:
+        self._progress[request.request_id] = InputProgress.of(stage_input, request.num_prompt_tokens)
+        # vLLM's hashes are those of the prompt's token ids.
+        keys_a_block = self.hash_block_size // KEY_POSITIONS
+        request.block_hashes = list(map(BlockHash, stage_input.prefix_keys[keys_a_block - 1 :: keys_a_block]))
+        request._block_hasher = None
+        if self._can_begin(request):
             super().add_request(request)
+        else:
+            self._parked[request.request_id] = request
 
     def _add_chunk(self, req_id: str, chunk: StageInput) -> None:
         progress = self._progress.get(req_id)
@@ -64,8 +86,26 @@ class StreamingInput(Scheduler):
             return
         progress.add(chunk)
         self._chunks.setdefault(req_id, []).append(chunk)
-        if req_id in self._parked and progress.limit() != 0:
+        if req_id in self._parked and self._can_begin(self._parked[req_id]):
             super().add_request(self._parked.pop(req_id))
+
+    def _can_begin(self, request: Request) -> bool:
+        """Return whether the first position can be computed, and the one after the blocks in the prefix cache."""
+        progress = self._progress[request.request_id]
+        return progress.continues(0) and progress.continues(self.kv_cache_manager.get_computed_blocks(request)[1])
+
+    def _get_local_prefix_cache_hit(self, request: Request, *limits: Any) -> Any:
+        found, hit, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limits)
+        progress = self._progress.get(request.request_id)
+        if progress is None:
+            return found, hit, boundary, diverged
+        usable = hit
+        while not progress.continues(usable) and usable > 0:
+            usable -= self.block_size
+        progress.cached = usable
+        if usable < hit:
+            found = self.kv_cache_manager.truncate_computed_blocks(found, usable)
+        return found, usable, boundary, diverged
 
     def _starved(self, request: Request) -> bool:
         progress = self._progress.get(request.request_id)
@@ -116,12 +156,30 @@ class StreamingInput(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Update as vLLM does; a request for which the worker returns a `StageError` ends with that error."""
+        self._cache_blocks(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in chain.from_iterable(group.outputs for group in outputs.values()):
             if each.pooling_output is not None and isinstance(unpack(each.pooling_output), StageError):
                 self.finish_requests(each.request_id, RequestStatus.FINISHED_ERROR)
                 each.finish_reason = FinishReason.ERROR
         return outputs
+
+    def _cache_blocks(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Add the blocks that a step has computed to the prefix cache, if they have keys and no input was lost."""
+        starts: dict[str, int] | None = None
+        for index, req_id in enumerate(result.req_ids):
+            request = self.requests.get(req_id)
+            if request is None or not request.block_hashes:
+                continue
+            starts = scheduled_starts(step) if starts is None else starts
+            keyed = len(request.block_hashes) * self.hash_block_size
+            start, stop = starts[req_id], starts[req_id] + step.num_scheduled_tokens[req_id]
+            preempted = request.num_computed_tokens < stop or request.num_stale_output_tokens
+            if start >= keyed or preempted:
+                continue
+            tensor = result.pooler_output[index] if result.pooler_output else None
+            if tensor is None or not isinstance(unpack(tensor), StageError):
+                self.kv_cache_manager.cache_blocks(request, min(stop, keyed))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
         """End requests, including held requests; return the requests that have ended, whose clients vLLM notifies."""

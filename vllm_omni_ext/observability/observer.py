@@ -203,6 +203,8 @@ class Observer(RequestObserver):
         if output.queued_s is not None and timing.waited is None:
             timing.waited = output.queued_s
             self._metrics.of(m.STAGE_QUEUE, stage).observe(timing.waited)
+        if timing.cached is None:
+            timing.cached = output.cached
         if timing.first is None:
             timing.first = timing.last
             if stage == self._frontend:

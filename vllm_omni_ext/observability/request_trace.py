@@ -20,6 +20,7 @@ class StageTiming:
         waited: seconds in the engine's queue before the request was first scheduled; None: not reported yet.
         first, last: times of the first and the latest output; None before the first output.
         tokens: number of generated tokens (for a codec stage: frames, and the end mark).
+        cached: number of prompt tokens that were in the stage's prefix cache; None: not reported yet.
     """
 
     replica: ReplicaId
@@ -28,6 +29,7 @@ class StageTiming:
     first: float | None = None
     last: float | None = None
     tokens: int = 0
+    cached: int | None = None
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ def as_metrics(record: RequestTrace) -> dict[str, Any]:
             "first_output_s": _round(timing.first),
             "last_output_s": _round(timing.last),
             "tokens": timing.tokens,
+            "cached_tokens": timing.cached,
         }
         for stage, timing in record.stages.items()
     }

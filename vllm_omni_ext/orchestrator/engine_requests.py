@@ -39,6 +39,13 @@ def client_request(request: EngineCoreRequest) -> m.ClientRequest:
     )
 
 
+def cache_scope(request: EngineCoreRequest) -> str:
+    """Return the scope of a client's request in prefix caches: its cache salt and LoRA adapter; "" without both."""
+    lora = request.lora_request
+    adapter = () if lora is None else (lora.lora_int_id, lora.lora_name, lora.lora_path)
+    return repr((request.cache_salt, *adapter)) if adapter or request.cache_salt else ""
+
+
 def can_be_split(request: EngineCoreRequest) -> bool:
     """Return whether a prefill stage may compute the prompt; otherwise one engine does prefill and decode.
 
@@ -231,7 +238,12 @@ def _chunk(send: m.SendChunk) -> EngineCoreRequest:
 def _stage_input(action: Open | Extend, own_params: Any = None) -> dict[str, Any]:
     given: dict[str, Any] = {}
     if isinstance(action, Open):
-        given = {"hidden_spans": tuple(map(tuple, action.hidden_spans)), "done": action.done, "params": own_params}
+        given = {
+            "hidden_spans": tuple(map(tuple, action.hidden_spans)),
+            "done": action.done,
+            "prefix_keys": tuple(action.prefix_keys),
+            "params": own_params,
+        }
     message = StageInput(
         prompt_positions=action.prompt_positions,
         step_inputs=action.step_inputs,

@@ -299,7 +299,7 @@ class RequestMachine:
         self._check_length(stage, len(action.prompt) + 1)
         binding = self._binding(state, source, stage)
         state.done.discard(stage)
-        replica = self.placement.bind(binding)
+        replica = self.placement.bind(binding, cached=bool(action.prefix_keys))
         if source in state.stages_seen:  # a source without an output may still be queued, so no input is due
             self.placement.input_sent(binding, last=action.last)
         if replica is None:

@@ -82,6 +82,7 @@ class Output(Event, frozen=True, kw_only=True):
             output reports none.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
         queued_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
+        cached: prompt tokens that the engine had in its prefix cache, if the output reports it (the first one does).
     """
 
     replica: ReplicaId
@@ -92,6 +93,7 @@ class Output(Event, frozen=True, kw_only=True):
     hidden_states: tuple[str, str] | None = None
     kv: Mapping[str, Any] | None = None
     queued_s: float | None = None
+    cached: int | None = None
 
 
 class TextStopped(Event, frozen=True):

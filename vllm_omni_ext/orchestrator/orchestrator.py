@@ -208,6 +208,7 @@ class Orchestrator:
             hidden_states=hidden_states,
             kv=output.kv_transfer_params,
             queued_s=_queued_s(output) if output.events else None,
+            cached=None if output.prefill_stats is None else output.prefill_stats.num_local_cached_tokens,
         )
         if self.machine.router.private_kv:
             output.kv_transfer_params = None  # internal addresses must not reach the client

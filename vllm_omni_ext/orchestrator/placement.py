@@ -93,10 +93,13 @@ class Placement:
 
     # -- replicas -----------------------------------------------------------------------------------------------
 
-    def bind(self, binding: Binding) -> ReplicaId | None:
+    def bind(self, binding: Binding, *, cached: bool = False) -> ReplicaId | None:
         """Bind a request to a replica of its stage; return None if the request waits for a replica instead.
 
         `take_waiting` or `take_suspect` returns a waiting request later; it must then be opened again.
+
+        Args:
+            cached: the stage has a prefix cache, so a replica that has had the session or media is preferred.
 
         Raises:
             StageUnavailable: the stage has no replica and can get none.
@@ -117,7 +120,7 @@ class Placement:
             binding.trial = TRIAL_OUTPUTS if losses == 1 else -1
         else:
             try:
-                if client is not None and isinstance(binding, Prompt):
+                if client is not None and (cached or isinstance(binding, Prompt)):
                     replica = pool.admit(session=client.session, media=client.media)
                 else:
                     replica = pool.admit()

@@ -67,6 +67,10 @@ class Open:
         hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of another stage.
         hidden_states: location of the hidden states that exist already (`wire.stage_input.HiddenStatesRef`).
         done: number of tokens at the end of `prompt` that the stage generated before its replica was lost.
+        prefix_keys: keys of the prompt's beginnings of `wire.stage_input.KEY_POSITIONS` positions, twice as many, and
+            so on. Two prompts have the same key only if the inputs of all these positions are equal. A stage that
+            accepts chunks uses them as keys of its prefix cache. Without them the prompt is computed and not cached.
+            The inputs of these positions are in this message or are hidden states.
         stop: token ids that end the request in that stage.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
@@ -81,6 +85,7 @@ class Open:
     hidden_spans: Sequence[tuple[int, int]] = ()
     hidden_states: Any = None
     done: int = 0
+    prefix_keys: Sequence[bytes] = ()
     stop: tuple[int, ...] = ()
     params: Any = None
     features: Sequence[Any] = ()

@@ -38,12 +38,14 @@ class Rendered:
         prompt: token ids with multimodal placeholders expanded; empty if the request has no prompt for the frontend.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
         data: data from an API of the plugin for the plugin's own `plan` (e.g. the ids of a text to be read out).
+        scope: prefix caches share nothing between requests with different scopes (cache salt, LoRA adapter).
         input_tokens: number of tokens of the client's input, for `usage` of the answer; None = all of `prompt`.
     """
 
     prompt: Sequence[int] = ()
     features: Sequence[Any] = ()
     data: Any = None
+    scope: str = ""
     input_tokens: int | None = None
 
     @property

@@ -27,6 +27,9 @@ RESUMED = "omni_resumed"
 RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, ABORT_CLIENT, RESUMED})
 """Keys of `extra_args` that a client must not set."""
 
+KEY_POSITIONS = 16
+"""Number of prompt positions between two keys of `StageInput.prefix_keys`."""
+
 END = -1
 """Part index of a request that only ends its stream."""
 
@@ -52,6 +55,7 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of another stage.
         hidden_states: location of these hidden states.
         done: number of tokens at the end of the engine's prompt that this stage has generated already.
+        prefix_keys: keys of the prompt's beginnings of `KEY_POSITIONS`, twice as many, ... positions.
         payload: the plugin's message as decoded msgpack; the stage's worker converts it to the plugin's Struct.
         params: the stage's own parameters, if the stage defines a type for them.
     """
@@ -62,6 +66,7 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hidden_spans: tuple[tuple[int, int], ...] = ()
     hidden_states: HiddenStatesRef | None = None
     done: int = 0
+    prefix_keys: tuple[bytes, ...] = ()
     payload: Any = None
     params: Any = None
 

@@ -193,6 +193,40 @@ async def test_the_prompt_has_the_sound_as_it_was_sent(address: str, engine: Scr
     assert done.output[0].content[0].text == "yes"
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_sounds_of_earlier_turns_are_not_decoded_again(
+    address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """`leaves`: the media cache loses them after the request was made, and before vLLM reads it."""
+    from vllm_omni_ext.serving.realtime import answering
+
+    stock, bodies = answering.chat_body, list[Any]()
+
+    def made(*args: Any) -> Any:
+        bodies.append(stock(*args))
+        if leaves:
+            engine.renderer.clear_mm_cache()
+        return bodies[-1]
+
+    monkeypatch.setattr(answering, "chat_body", made)
+    engine.renderer.clear_mm_cache()
+    engine.script = ["yes"]
+    async with connected(address) as client:
+        await client.send("session.update", session=MANUAL)
+        for turn in range(3):
+            samples = (np.sin(np.arange(4800) / (20 + turn)) * 20000).astype("<i2")
+            await client.send("input_audio_buffer.append", audio=base64.b64encode(samples.tobytes()).decode())
+            await client.send("input_audio_buffer.commit")
+            done = await client.respond(**TEXT_ONLY)
+            assert done.status == "completed", done.status_details
+    parts = [[part for message in body["messages"] for part in message["content"]] for body in bodies]
+    sent = [[bool(part["input_audio"]["data"]) for part in each if "input_audio" in part] for each in parts]
+    if leaves:
+        assert sent == [[True], [False, True], [True, True], [False, False, True], [True, True, True]]
+    else:
+        assert sent == [[True], [False, True], [False, False, True]]
+
+
 async def test_each_response_has_its_own_budget_of_pixels(
     address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:

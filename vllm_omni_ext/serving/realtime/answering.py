@@ -10,6 +10,7 @@ import wave
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -51,6 +52,9 @@ TOO_LONG = ("input_text", "input_tokens")
 TRANSCRIBE = "Transcribe the audio word for word. Reply with the transcript only."
 
 Take = Callable[[Outs], None]
+
+Known = Callable[[Sound], bool]
+"""Whether vLLM's media cache has a sound, so that its name stands for it."""
 
 
 class Failed(Exception):
@@ -161,13 +165,17 @@ class Answers:
 
     async def _stream(self, command: Generate) -> None:
         response_id, began, session = command.response_id, self._clock(), self.session
-        body = await asyncio.to_thread(chat_body, command.settings, command.messages)
-        body["request_id"] = response_id  # in logs and traces
+
+        def body(known: Known) -> dict[str, Any]:
+            made = chat_body(command.settings, command.messages, known)
+            made["request_id"] = response_id  # in logs and traces
+            return made
+
         player = _Player(self._pacer(response_id), command.settings["audio"]["output"]["format"], self._clock)
         reading = _Reading()
         sending = asyncio.create_task(self._send(response_id, player, began))
         try:
-            async with aclosing(await self._parts(body)) as parts:
+            async with aclosing(await self._answered(body)) as parts:
                 async for part in parts:
                     if isinstance(part, AudioChunk):
                         ms = player.add(part)
@@ -207,6 +215,35 @@ class Answers:
                 name, arguments = function.get("name"), function.get("arguments") or ""
                 self._take(self.session.call(response_id, call["index"], name, arguments))
 
+    async def _answered(self, body: Callable[[Known], dict[str, Any]]) -> Parts:
+        """Return the parts of the answer to a chat request, for which the media cache need not have the sounds.
+
+        Sounds of earlier turns are sent by name. If one of them leaves the cache before vLLM reads it, the request is
+        refused, and sent again with all sounds.
+
+        Args:
+            body: makes the request.
+
+        Raises:
+            Failed: the request is refused.
+        """
+        named: list[Sound] = []
+
+        def known(sound: Sound) -> bool:
+            cache = self._chat.engine_client.renderer.mm_processor_cache
+            if cache is None or not cache.is_cached_item(sound.name):
+                return False
+            named.append(sound)
+            return True
+
+        made = await asyncio.to_thread(body, known)
+        try:
+            return await self._parts(made)
+        except (Failed, ValueError):
+            if not named or all(map(known, named[:])):
+                raise
+        return await self._parts(await asyncio.to_thread(body, lambda sound: False))
+
     async def _parts(self, body: dict[str, Any]) -> Parts:
         """Return the parts of the answer to a chat request.
 
@@ -230,9 +267,8 @@ class Answers:
     async def _transcribe(self, command: Transcribe) -> None:
         item_id, session = command.item_id, self.session
         try:
-            body = await asyncio.to_thread(transcription_body, command)
             reading, text = _Reading(), ""
-            async with aclosing(await self._parts(body)) as parts:
+            async with aclosing(await self._answered(partial(transcription_body, command))) as parts:
                 async for part in parts:
                     for delta in reading.deltas(part) if isinstance(part, dict) else ():
                         if content := delta.get("content"):
@@ -318,12 +354,12 @@ class _Player:
         return piece, ms
 
 
-def chat_body(settings: Settings, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the body of a chat request; sounds in `messages` become WAV files in base64."""
+def chat_body(settings: Settings, messages: list[dict[str, Any]], known: Known) -> dict[str, Any]:
+    """Return the body of a chat request; sounds in `messages` that are not `known` become WAV files in base64."""
     speaks = settings["output_modalities"] == [AUDIO]
     body: dict[str, Any] = {
         "model": settings["model"],
-        "messages": with_wav(messages),
+        "messages": with_wav(messages, known),
         "modalities": [TEXT, AUDIO] if speaks else [TEXT],
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -350,8 +386,8 @@ def _tools(settings: Settings) -> dict[str, Any]:
     }
 
 
-def transcription_body(command: Transcribe) -> dict[str, Any]:
-    """Return the body of a chat request for the transcript of an item."""
+def transcription_body(command: Transcribe, known: Known) -> dict[str, Any]:
+    """Return the body of a chat request for the transcript of an item; see `chat_body`."""
     settings = command.settings
     words = [TRANSCRIBE]
     if settings["language"]:
@@ -361,7 +397,7 @@ def transcription_body(command: Transcribe) -> dict[str, Any]:
     parts = [{"type": "input_audio", "input_audio": command.sound}, {"type": "text", "text": " ".join(words)}]
     return {
         "model": settings["model"],
-        "messages": with_wav([{"role": "user", "content": parts}]),
+        "messages": with_wav([{"role": "user", "content": parts}], known),
         "modalities": [TEXT],
         "temperature": 0,
         "stream": True,
@@ -369,20 +405,25 @@ def transcription_body(command: Transcribe) -> dict[str, Any]:
     }
 
 
-def with_wav(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose sounds are WAV files in base64, at the rate at which the client has sent them."""
+def with_wav(messages: list[dict[str, Any]], known: Known) -> list[dict[str, Any]]:
+    """Return messages whose sounds have names and are WAV files in base64, at the rate of the client's sound.
+
+    A sound that is `known` is sent by its name alone.
+    """
     return [
-        {**message, "content": [_with_wav(part) for part in message["content"]]}
+        {**message, "content": [_with_wav(part, known) for part in message["content"]]}
         if isinstance(message["content"], list)
         else message
         for message in messages
     ]
 
 
-def _with_wav(part: dict[str, Any]) -> dict[str, Any]:
+def _with_wav(part: dict[str, Any], known: Known) -> dict[str, Any]:
     if part["type"] != "input_audio":
         return part
-    return {"type": "input_audio", "input_audio": {"data": wav(part["input_audio"]), "format": WAV}}
+    sound: Sound = part["input_audio"]
+    data = "" if known(sound) else wav(sound)
+    return {"type": "input_audio", "input_audio": {"data": data, "format": WAV}, "uuid": sound.name}
 
 
 def wav(sound: Sound) -> str:

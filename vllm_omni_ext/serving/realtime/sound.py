@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import secrets
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 from vllm_omni_ext.serving.realtime.events import WRONG_VALUE, ClientError
@@ -13,6 +16,9 @@ BYTES_PER_MS = {"audio/pcm": 48, "audio/pcmu": 8, "audio/pcma": 8}
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
 SILENCE = {"audio/pcm": b"\0", "audio/pcmu": b"\xff", "audio/pcma": b"\xd5"}
 """The byte that encodes silence in each format."""
+
+_SECRET = secrets.token_bytes(32)
+"""Key of the names of sounds: a client that chooses names of media (`uuid`) cannot choose that of another's sound."""
 
 SHORTEST_MS = 100
 """Least length of a committed buffer, in milliseconds: audio encoders have no output for shorter sound."""
@@ -29,6 +35,11 @@ class Sound:
 
     data: bytes
     format: dict[str, Any]
+
+    @cached_property
+    def name(self) -> str:
+        """The sound's name in media caches: equal sounds of this process have equal names."""
+        return blake2b(self.data, key=_SECRET, digest_size=32, person=self.format["type"].encode()).hexdigest()
 
     @property
     def ms(self) -> float:
