@@ -6,7 +6,9 @@ import asyncio
 import json
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import WebSocket
@@ -55,6 +57,19 @@ class Closing(Exception):
         self.error = error
 
 
+@dataclass
+class _Unsent:
+    """An event that waits to be sent.
+
+    Attributes:
+        text: the event as JSON; "": the event was dropped.
+        sound_of: id of the response of which the event has sound; "": it has none.
+    """
+
+    text: str
+    sound_of: str = ""
+
+
 class Connection:
     """A client's connection.
 
@@ -93,7 +108,9 @@ class Connection:
             config=config,
             completeness=self._speech.completeness,
         )
-        self._out: asyncio.Queue[str | Closing] = asyncio.Queue()
+        self._out: asyncio.Queue[_Unsent | Closing] = asyncio.Queue()
+        self._sounds: dict[str, deque[_Unsent]] = {}
+        """Events of `_out` with sound, by response."""
         self._unsent = 0
         self._draining = False
         self._closed = False
@@ -177,6 +194,7 @@ class Connection:
                     self._answers.start(out)
                 case Abort():
                     self._answers.stop(out.response_id)
+                    self._drop_sound(out.response_id)
                 case Transcribe():
                     self._answers.transcribe(out)
                 case StopTranscribing():
@@ -199,7 +217,17 @@ class Connection:
             error = ClientError("the client does not read its events", code="client_too_slow")
             self._close(Closing(POLICY, error), told=True)
             return
-        self._out.put_nowait(text)
+        unsent = _Unsent(text)
+        if event["type"] == "response.output_audio.delta":
+            unsent.sound_of = event["response_id"]
+            self._sounds.setdefault(unsent.sound_of, deque()).append(unsent)
+        self._out.put_nowait(unsent)
+
+    def _drop_sound(self, response_id: str) -> None:
+        """Drop the events with sound of a response that a client, which does not read, has not been sent yet."""
+        for unsent in self._sounds.pop(response_id, ()):
+            self._unsent -= len(unsent.text)
+            unsent.text = ""
 
     def _count(self, event: Event) -> None:
         if event["type"] == "response.done":
@@ -232,8 +260,13 @@ class Connection:
             if isinstance(item, Closing):
                 await self._websocket.close(item.code, item.error.code)
                 return
-            await self._websocket.send_text(item)
-            self._unsent -= len(item)
+            if (sounds := self._sounds.get(item.sound_of)) is not None:
+                sounds.popleft()
+                if not sounds:
+                    del self._sounds[item.sound_of]
+            if item.text:
+                await self._websocket.send_text(item.text)
+                self._unsent -= len(item.text)
 
 
 def new_id(prefix: str) -> str:
