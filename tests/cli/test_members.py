@@ -64,13 +64,33 @@ def test_flags_set_their_keys(model: str) -> None:
         "9",
         "--omni-max-body",
         "2",
+        "--omni-realtime-sessions",
+        "7",
+        "--omni-realtime-length",
+        "8",
+        "--omni-realtime-idle",
+        "9",
+        "--omni-realtime-events",
+        "10",
+        "--omni-realtime-buffer",
+        "11",
+        "--omni-realtime-sound",
+        "12",
         "--no-omni-cluster-auth",
         "--omni-request-timeout",
         "4",
     ]
     config = planned(model, *words)[0].config
     assert (config.lb_policy, config.restart_limit, config.log_dir) == ("random", 0, "logs")
-    assert config.limits == Limits(max_body_mib=2)
+    assert config.limits == Limits(
+        max_body_mib=2,
+        realtime_sessions=7,
+        realtime_length_s=8.0,
+        realtime_idle_s=9.0,
+        realtime_events=10,
+        realtime_buffer_mib=11,
+        realtime_sound_mib=12,
+    )
     assert config.timeouts == Timeouts(
         drain_timeout_s=2.0, replica_wait_timeout_s=3.0, startup_timeout_s=9.0, request_timeout_s=4.0
     )

@@ -12,9 +12,11 @@ from pydantic import BaseModel, field_validator
 from vllm.config import KVTransferConfig
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.cli.args import parse_serve
+from vllm_omni_ext.cli.settings import from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.model_plugins.qwen3_omni.http import Qwen3OmniHttp
 from vllm_omni_ext.runtime.launch.engine_args import engine_config, stage_engine_args
 from vllm_omni_ext.topology.plan import ReplicaPlan
 
@@ -44,12 +46,32 @@ def test_keywords_are_settings_of_all_stages_or_of_the_frontend(model: str) -> N
         ("zzzzzz", "zzzzzz: unknown key"),
         ("data_parallel_size", "data_parallel_size: write stages.thinker.replicas instead"),
         ("api_servers", "api_servers: LLM(omni=True) is a program without API servers; leave it out, got 2"),
+        (
+            "realtime_sessions",
+            "limits.realtime_sessions: LLM(omni=True) is a program without realtime sessions; leave it out",
+        ),
     ],
 )
 def test_wrong_keywords_are_refused_with_advice(model: str, keyword: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_kwargs(model, **{keyword: 2})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [100, 99])
+def test_limits_of_sessions_are_refused_where_there_are_none(
+    model: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse_serve([model, "--omni", "--omni-realtime-sessions", str(value)])
+    assert from_cli(args)[0].config.limits.realtime_sessions == value
+    monkeypatch.setattr(Qwen3OmniHttp, "apis", ())
+    with pytest.raises(ConfigError, match=r"limits\.realtime_sessions: .* has no /v1/realtime; leave it out"):
+        from_cli(args)
+
+
+def test_limits_of_sessions_fit_together(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"realtime_sound_mib: must be at least realtime_buffer_mib, 16, got 1"):
+        from_cli(parse_serve([model, "--omni", "--omni-realtime-sound", "1"]))
 
 
 @pytest.mark.parametrize(

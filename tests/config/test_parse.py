@@ -134,6 +134,8 @@ def below(path: str, value: Any) -> Any:
         ("cluster.cluster_secret_file", TEXT, [1]),
         ("limits", MAPPING, [[], 1]),
         ("limits.max_body_mib", "an integer >= 1", [0, None]),
+        ("limits.realtime_sessions", "an integer >= 1", [0, 1.5]),
+        ("limits.realtime_idle_s", SECONDS, [0, None]),
         ("stages", MAPPING, [[]]),
         ("stages.talker", MAPPING, [2]),
         ("stages.talker.replicas", COUNT, [-1, "two", 1.5]),

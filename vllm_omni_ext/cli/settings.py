@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
 from vllm_omni_ext.config.load import load_config, pipeline_of, stage_config_names
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
-from vllm_omni_ext.config.schema import SETTINGS, OmniConfig
+from vllm_omni_ext.config.schema import SETTINGS, Limits, OmniConfig, keys, setting_path
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.plugins.http import REALTIME, HttpSurface
 from vllm_omni_ext.plugins.registry import family_for
-from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, make_params, param_names
+from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, make_params, param_names, resolve
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.machine import Machine, parse_machine
 from vllm_omni_ext.topology.plan import Plan
@@ -30,6 +31,9 @@ from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
 SERVER_REQUEST_TIMEOUT_S = 3600.0
 """Default request timeout of a server, in seconds: after it, the client has disconnected, or the request is stuck."""
+
+REALTIME_KEYS = "realtime_"
+"""Beginning of the names of the keys about realtime sessions."""
 
 ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
 
@@ -54,6 +58,7 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     settings = {key: getattr(args, name) for name, key in KEYS.items() if name in given - ignored}
     pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings)
     check_flags(args, given, frontend=pipeline.frontend)
+    _check_realtime(config.limits, {*settings}, family)
     pipeline, config = expand(pipeline, config)
     config = for_this_process(args, pipeline, config)
     if config.timeouts.request_timeout_s == AUTO:
@@ -92,6 +97,7 @@ def from_kwargs(
     settings = {"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in SETTINGS}
     family = _family(model, hf_config)
     pipeline, config = expand(*_read(family, stage_config, stage_overrides, settings))
+    _check_realtime(config.limits, {*settings}, None)
     if config.api_servers != 1:
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
@@ -132,6 +138,29 @@ def _read(
     if config.log_dir is not None:
         _check_log_dir(Path(config.log_dir).absolute())
     return pipeline, config
+
+
+def _check_realtime(limits: Limits, given: Collection[str], family: ModelFamily | None) -> None:
+    """Refuse limits of realtime sessions that do not fit together, or that are set where there are no sessions.
+
+    Args:
+        given: names of the keys that the command line or the program has set.
+        family: the served model's; None: there is no server.
+    """
+    changed = [name for name in keys(Limits) if getattr(limits, name) != getattr(Limits(), name) or name in given]
+    changed = [name for name in changed if name.startswith(REALTIME_KEYS)]
+    if not changed:
+        return
+    path = setting_path(changed[0])
+    if family is None:
+        raise ConfigError(f"{path}: LLM(omni=True) is a program without realtime sessions; leave it out")
+    if REALTIME not in (resolve(family.http) if family.http else HttpSurface).apis:
+        raise ConfigError(f"{path}: the family '{family.name}' has no /v1/realtime; leave it out")
+    if limits.realtime_sound_mib < limits.realtime_buffer_mib:
+        raise ConfigError(
+            f"limits.realtime_sound_mib: must be at least realtime_buffer_mib, {limits.realtime_buffer_mib}, "
+            f"got {limits.realtime_sound_mib}"
+        )
 
 
 def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:

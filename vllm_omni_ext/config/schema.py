@@ -163,7 +163,7 @@ class StageConfig(ReplicasConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of the size of one request."""
+    """Limits of the size of one request, and of realtime sessions."""
 
     __pydantic_config__ = _FORBID
     max_body_mib: Positive = _key(256, "A request with a longer body is refused with status 413.", "MiB", "MIB")
@@ -185,6 +185,26 @@ class Limits:
         "as a sequence may have.",
         "tokens",
         "N",
+    )
+    realtime_sessions: Positive = _key(
+        100, "Open sessions of `/v1/realtime` in an API server; more are refused with status 503.", "sessions", "N"
+    )
+    realtime_length_s: Seconds = _key(3600.0, "A session of `/v1/realtime` ends after this time.", "seconds", "SECONDS")
+    realtime_idle_s: Seconds = _key(
+        900.0, "A session of `/v1/realtime` without an event of its client for this time ends.", "seconds", "SECONDS"
+    )
+    realtime_events: Positive = _key(
+        200,
+        "Events that a client of `/v1/realtime` may send, and ten times as many at once; the session of one that sends "
+        "more ends. An event of more than 64 KiB or 1000 values counts as several.",
+        "events a second",
+        "N",
+    )
+    realtime_buffer_mib: Positive = _key(
+        16, "Sound in a session's input buffer; more is refused. 1 MiB has 22 s of PCM.", "MiB", "MIB"
+    )
+    realtime_sound_mib: Positive = _key(
+        64, "Sound in the items of a session's conversation; at least `realtime_buffer_mib`.", "MiB", "MIB"
     )
 
 

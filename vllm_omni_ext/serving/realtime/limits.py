@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_omni_ext.config import schema
+
+_DEFAULT = schema.Limits()
+BURST_S = 10
+"""A client can send as many events at once as in this time, in seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -17,6 +23,7 @@ class Limits:
         sound_bytes: bytes of sound in a conversation's items.
         text_bytes: characters of text, images and arguments in a conversation's items.
         items: items of a conversation.
+        parts: content parts of a conversation's items.
         events_per_s: sustained rate of the client's events, per second.
         burst_events: events that the client can send at a time, above the sustained rate.
         responses: simultaneous responses outside of the default conversation.
@@ -24,21 +31,46 @@ class Limits:
         values: opening brackets and commas in one event.
     """
 
-    sessions: int = 100
-    session_s: float = 3600
-    idle_s: float = 900
-    buffer_bytes: int = 16 << 20
-    sound_bytes: int = 64 << 20
+    sessions: int = _DEFAULT.realtime_sessions
+    session_s: float = _DEFAULT.realtime_length_s
+    idle_s: float = _DEFAULT.realtime_idle_s
+    buffer_bytes: int = _DEFAULT.realtime_buffer_mib << 20
+    sound_bytes: int = _DEFAULT.realtime_sound_mib << 20
     text_bytes: int = 16 << 20
     items: int = 2000
-    events_per_s: float = 200
-    burst_events: int = 2000
+    parts: int = 4000
+    events_per_s: float = _DEFAULT.realtime_events
+    burst_events: int = BURST_S * _DEFAULT.realtime_events
     responses: int = 4
     unsent_bytes: int = 16 << 20
     values: int = 200_000
 
+    @classmethod
+    def of(cls, configured: schema.Limits) -> Limits:
+        """Return the limits of a configuration."""
+        return cls(
+            sessions=configured.realtime_sessions,
+            session_s=configured.realtime_length_s,
+            idle_s=configured.realtime_idle_s,
+            buffer_bytes=configured.realtime_buffer_mib << 20,
+            sound_bytes=configured.realtime_sound_mib << 20,
+            events_per_s=configured.realtime_events,
+            burst_events=BURST_S * configured.realtime_events,
+        )
 
-LIMITS = Limits()
+
+BYTES_AN_EVENT, VALUES_AN_EVENT = 64 << 10, 1000
+"""A larger event counts as several: its characters and its values take about 1 ms for so many."""
+
+
+def weight(text: str) -> float:
+    """Return the number of events as which an event counts for its rate: 1 for a small one."""
+    return 1 + len(text) / BYTES_AN_EVENT + values(text) / VALUES_AN_EVENT
+
+
+def values(text: str) -> int:
+    """Return the number of opening brackets and commas of an event."""
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 class Rate:
@@ -53,8 +85,8 @@ class Rate:
         self._level = 0.0
         self._at = now
 
-    def count(self, now: float) -> bool:
-        """Count one event at `now`; return False if the event exceeds the limit."""
-        self._level = max(0.0, self._level - (now - self._at) * self._limits.events_per_s) + 1
+    def count(self, now: float, weight: float = 1.0) -> bool:
+        """Count one event at `now`, as `weight` events; return False if the event exceeds the limit."""
+        self._level = max(0.0, self._level - (now - self._at) * self._limits.events_per_s) + weight
         self._at = now
         return self._level <= self._limits.burst_events

@@ -26,7 +26,7 @@ from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets,
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
 from vllm_omni_ext.serving.realtime.events import ClientError, SessionFields, Strict, read
-from vllm_omni_ext.serving.realtime.limits import LIMITS, Limits
+from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.settings import Offer
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES
 from vllm_omni_ext.serving.served import ServedModel
@@ -78,11 +78,9 @@ async def create_client_secret(request: SecretRequest, raw_request: Request) -> 
 class OmniServingRealtime:
     """The sessions of one API server."""
 
-    def __init__(
-        self, app: FastAPI, model: ServedModel, models: Any, keys: Sequence[str], limits: Limits = LIMITS
-    ) -> None:
+    def __init__(self, app: FastAPI, model: ServedModel, models: Any, keys: Sequence[str]) -> None:
         self.omni = model.omni
-        self.limits = limits
+        self.limits = Limits.of(model.omni.plan.config.limits)
         self.secrets = ClientSecrets(keys)
         self._app = app
         self._model = model
