@@ -68,6 +68,16 @@ async def test_drain_waits_for_every_request_until_its_limit(omni: Any) -> None:
     await asyncio.wait_for(omni._drain(LONG_S), 2)
 
 
+async def test_drain_waits_for_work_that_outlasts_the_requests(omni: Any) -> None:
+    over = asyncio.Event()
+    omni.when_stopping(lambda: None, over.wait)
+    await asyncio.wait_for(omni._drain(0.1), 2)
+    draining = await drained(omni)
+    assert not draining.done()
+    over.set()
+    await asyncio.wait_for(draining, 5)
+
+
 async def test_the_beginning_of_a_shutdown_is_announced_once_before_it_waits(omni: Any) -> None:
     calls: list[bool] = []
     omni.when_stopping(lambda: calls.append(omni.draining))

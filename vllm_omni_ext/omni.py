@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -67,6 +67,7 @@ class AsyncOmni(TargetedLLM):
     """Whether the server is shutting down: it finishes the requests in flight, and refuses new ones."""
 
     _at_stop: tuple[Callable[[], None], ...] = ()
+    _outlasting: tuple[Callable[[], Awaitable[object]], ...] = ()
     _fleet_open: ReplicaConnections | None = None
     """The connections to replicas while they are open. None after `shutdown` and before `_start`: `__del__` may run
     then."""
@@ -238,13 +239,15 @@ class AsyncOmni(TargetedLLM):
         if state is not None and state.queue is not None:
             state.queue.put(error)
 
-    def when_stopping(self, call: Callable[[], None]) -> None:
+    def when_stopping(self, call: Callable[[], None], ended: Callable[[], Awaitable[object]] | None = None) -> None:
         """Register a function that is called once, in the event loop, when the server begins to shut down.
 
         Args:
             call: must not raise.
+            ended: awaited after the requests in flight, as long as the shutdown allows: work that outlasts them.
         """
         self._at_stop += (call,)
+        self._outlasting += () if ended is None else (ended,)
 
     def _begin_stop(self) -> None:
         self.draining = True
@@ -259,6 +262,8 @@ class AsyncOmni(TargetedLLM):
             async with asyncio.timeout(timeout):
                 await self.orchestrator.idle()
                 await self.engine_core.delivered()
+                for ended in self._outlasting:
+                    await ended()
 
     def _stop(self) -> None:
         self._begin_stop()

@@ -92,8 +92,9 @@ class ScriptedOmni:
         self._words: list[str] = []
         self._tickets: dict[str, RequestOptions] = {}
 
-    def when_stopping(self, call: Callable[[], None]) -> None:
+    def when_stopping(self, call: Callable[[], None], ended: Callable[[], Any] | None = None) -> None:
         self.at_stop.append(call)
+        self.outlasting = ended
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

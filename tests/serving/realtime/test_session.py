@@ -293,6 +293,22 @@ def test_a_full_conversation_refuses_items() -> None:
     driver.send("input_audio_buffer.commit")
     assert driver.kinds()[-1] == "error"
     assert len(driver.session.buffer) > 0
+    driver = Driver(limits=Limits(parts=2))
+    texts = [{"type": "input_text", "text": ""}] * 3
+    item = {"type": "message", "role": "user", "content": texts}
+    assert error_of(driver.send("conversation.item.create", item=item))["code"] == "conversation_too_large"
+
+
+def test_a_full_conversation_and_an_input_beyond_its_limits_begin_no_response() -> None:
+    driver = Driver(limits=Limits(items=1, text_bytes=50))
+    (item,) = (each["item"] for each in driver.user("a") if each["type"] == "conversation.item.done")
+    assert error_of(driver.send("response.create"))["code"] == "conversation_too_large"
+    driver.send("response.create", response={"conversation": "none"})
+    assert driver.session.busy
+    long = {"type": "function_call_output", "call_id": "c", "output": "x" * 60}
+    for given in ([{"type": "item_reference", "id": item["id"]}] * 2, [long]):
+        found = error_of(driver.send("response.create", response={"conversation": "none", "input": given}))
+        assert found["code"] == "conversation_too_large"
 
 
 # -- the input audio buffer -------------------------------------------------------------------------------------
@@ -402,11 +418,12 @@ def test_function_calls_are_done_before_the_sound_has_been_sent() -> None:
     assert tool == {"role": "tool", "tool_call_id": first["call_id"], "content": "rain"}
 
 
-def test_a_call_that_was_cut_off_is_incomplete_and_not_in_the_next_prompt() -> None:
+@pytest.mark.parametrize("finish", ["length", "tool_calls", "stop"])
+def test_a_call_that_was_cut_off_is_incomplete_and_not_in_the_next_prompt(finish: str) -> None:
     driver = Driver()
     response = driver.respond()
     driver.take(driver.session.call(response, 0, "weather", '{"ci'))
-    driver.answer(response, finish="length")
+    driver.answer(response, finish=finish)
     done = driver.last("response.done")["response"]
     assert (done["status"], done["status_details"]["reason"]) == ("incomplete", "max_output_tokens")
     assert done["output"][0]["status"] == "incomplete"
@@ -691,3 +708,39 @@ def test_a_failed_transcription_and_one_of_a_deleted_item() -> None:
     driver.send("conversation.item.delete", item_id=second)
     assert driver.commands[-1] == StopTranscribing(item_id=second)
     assert driver.session.transcript(second, "a") == []
+
+
+# -- a conversation that a client restores ----------------------------------------------------------------------
+
+
+def test_retrieved_items_restore_a_conversation_in_another_session() -> None:
+    driver = Driver()
+    update(driver, audio={"input": {"transcription": {}}})
+    system = {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]}
+    driver.send("conversation.item.create", item=system)
+    driver.append(150)
+    driver.send("input_audio_buffer.commit")
+    driver.take(driver.session.transcribed(driver.checker.items[-1], "Hello", Usage()))
+    driver.answer(driver.respond(), "one two three four", ms=1000)
+    spoken = driver.checker.items[-1]
+    driver.send("conversation.item.truncate", item_id=spoken, content_index=0, audio_end_ms=500)
+    driver.user("And you?")
+    response = driver.respond(output_modalities=["text"])
+    driver.take(driver.session.text(response, "I look."))
+    driver.take(driver.session.call(response, 0, "weather", "{}"))
+    driver.answer(response)
+    call = driver.last("response.function_call_arguments.done")["call_id"]
+    output = {"type": "function_call_output", "call_id": call, "output": "rain"}
+    driver.send("conversation.item.create", item=output)
+    driver.respond()
+    expected = driver.generate.messages
+
+    other = Driver()
+    for item_id in driver.checker.items:
+        (retrieved,) = driver.send("conversation.item.retrieve", item_id=item_id)
+        added, _ = other.send("conversation.item.create", item=retrieved["item"])
+        assert added["item"]["id"] == item_id
+    other.respond()
+    assert other.generate.messages == expected
+    assert [part["role"] for part in expected] == ["system", "user", "assistant", "user", "assistant", "tool"]
+    assert expected[2]["content"] == "one two"

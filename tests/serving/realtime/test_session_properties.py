@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import hostile
 from tests.support.realtime import SILENT, SPOKEN, Driver
+from vllm_omni_ext.serving.realtime import events
 from vllm_omni_ext.serving.realtime.events import CLIENT_EVENTS, ResponseFields, SessionFields
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.response import Usage
@@ -154,3 +158,50 @@ def test_no_message_breaks_a_session(messages: list[str]) -> None:
     if driver.session.busy:
         driver.send("response.cancel")
     driver.answer(driver.respond(output_modalities=["text"]), "yes")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_hostile_event_breaks_a_session_or_grows_it_beyond_its_limits(seed: int) -> None:
+    random = Random(seed)
+    limits = Limits(items=40, parts=60, text_bytes=500_000, sound_bytes=200_000, buffer_bytes=300_000)
+    driver = Driver(manual=False, limits=limits)
+    session, quiet = driver.session, 0
+    for message in hostile.events(random, 2500):
+        if isinstance(message, bytes):
+            continue
+        quiet += not driver.take(session.receive(message))
+        if session.busy and random.random() < 0.5:
+            driver.answer(random.choice(session.responses), "yes")
+        items = list(session.conversation)
+        assert len(items) <= limits.items + 1 and sum(len(each.content) for each in items) <= limits.parts + 1
+        assert sum(each.sound_bytes() for each in items) <= limits.sound_bytes
+        assert sum(each.text_bytes() for each in items) <= limits.text_bytes + len("yes")
+        assert len(session.buffer) <= limits.buffer_bytes
+        driver.commands.clear()
+    assert quiet < 200, "only sound has no answer"
+    for response in session.responses:
+        driver.answer(response, "end")
+    driver.answer(driver.respond(output_modalities=["text"], conversation="none"), "yes")
+    assert not driver.checker.open
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "response.create", "response": {"input": [0] * 190_000}},
+        {"type": "response.create", "response": {"metadata": {str(at): 0 for at in range(190_000)}}},
+        {"type": "response.cancel", **{str(at): 0 for at in range(190_000)}},
+        {"type": "session.update", "session": {"type": "realtime", **{str(at): 0 for at in range(190_000)}}},
+        {"type": "session.update", "session": {"type": "realtime", "tools": [0] * 190_000}},
+        {"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": [0] * 190_000}},
+    ],
+)
+def test_an_event_with_many_wrong_values_gets_one_error(event: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    stock = events.as_client_error
+    monkeypatch.setattr(
+        events, "as_client_error", lambda error, path: found.append(error.error_count()) or stock(error, path)
+    )
+    driver = Driver()
+    (error,) = driver.take(driver.session.receive(json.dumps(event)))
+    assert error["type"] == "error" and found == [1]

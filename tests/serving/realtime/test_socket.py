@@ -519,7 +519,22 @@ async def limited(app: Any, **limits: Any) -> AsyncIterator[None]:
 async def test_sessions_beyond_the_limit_are_refused(app: Any, address: str) -> None:
     async with limited(app, sessions=1), connected(address):
         assert await status_of(address) == 503
-    assert Limits().sessions > 1
+
+
+async def test_limits_are_those_of_the_configuration(app: Any) -> None:
+    assert serving(app).limits == Limits() == Limits.of(schema.Limits())
+    configured = schema.Limits(
+        realtime_sessions=2,
+        realtime_length_s=3.0,
+        realtime_idle_s=4.0,
+        realtime_events=5,
+        realtime_buffer_mib=6,
+        realtime_sound_mib=7,
+    )
+    found = Limits.of(configured)
+    assert (found.sessions, found.session_s, found.idle_s) == (2, 3.0, 4.0)
+    assert (found.events_per_s, found.burst_events) == (5, 50)
+    assert (found.buffer_bytes, found.sound_bytes) == (6 << 20, 7 << 20)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +543,7 @@ async def test_sessions_beyond_the_limit_are_refused(app: Any, address: str) -> 
         ({"session_s": 0.05}, 1000, "session_expired"),
         ({"idle_s": 0.05}, 1008, "session_idle"),
         ({"burst_events": 3, "events_per_s": 0.001}, 1008, "rate_limit_exceeded"),
-        ({"unsent_bytes": 500}, 1008, "client_too_slow"),
+        ({"unsent_bytes": 50}, 1008, "client_too_slow"),
     ],
 )
 async def test_a_session_beyond_a_limit_gets_the_reason(
@@ -540,9 +555,29 @@ async def test_a_session_beyond_a_limit_gets_the_reason(
             for _ in range(4 if "burst_events" in limits else 0):
                 await connection.send({"type": "input_audio_buffer.clear"})
             found = Client(connection)
+            if "unsent_bytes" in limits:  # three events at once, before any is sent
+                item = {"type": "function_call_output", "call_id": "c", "output": "x"}
+                await connection.send({"type": "conversation.item.create", "item": item})
             assert await closed(found) == (code, reason)
         await client.close()
     assert [each.error.code for each in found.of("error")] == ([] if reason == "client_too_slow" else [reason])
+
+
+async def test_an_event_that_is_larger_than_the_unsent_bytes_is_sent(app: Any, address: str) -> None:
+    async with limited(app, unsent_bytes=10_000), connected(address) as client:
+        await client.send("session.update", session=MANUAL)
+        await client.until("session.updated")
+        await client.send("input_audio_buffer.append", audio=silence(1000))
+        await client.send("input_audio_buffer.commit")
+        added = await client.until("conversation.item.done")
+        await client.send("conversation.item.retrieve", item_id=added.item.id)
+        assert len((await client.until("conversation.item.retrieved")).item.content[0].audio) > 10_000
+
+
+async def test_a_large_event_counts_as_several(app: Any, address: str) -> None:
+    async with limited(app, burst_events=20, events_per_s=0.001), connected(address) as client:
+        await client.send("input_audio_buffer.append", audio=silence(20_000))
+        assert await closed(client) == (1008, "rate_limit_exceeded")
 
 
 async def test_a_shutdown_ends_sessions_after_their_running_responses(
@@ -554,8 +589,11 @@ async def test_a_shutdown_ends_sessions_after_their_running_responses(
         await busy.send("response.create", response=TEXT_ONLY)
         await busy.until("response.output_text.delta")
         serving(app).drain()
+        ended = asyncio.create_task(engine.outlasting())
         assert await closed(idle) == (1001, "server_shutting_down")
         assert [each.error.code for each in idle.of("error")] == ["server_shutting_down"]
+        assert not ended.done()
         go.set()
         assert await closed(busy) == (1001, "server_shutting_down")
+        await asyncio.wait_for(ended, timeout=10)
         assert busy.of("response.done")[0].response.status == "completed"

@@ -44,6 +44,9 @@ PIECE_MS = 100
 PACERS = 16
 """Sounds whose playing is followed: a client may still play one when the next responses have begun."""
 
+TRANSCRIPTIONS = 4
+"""Simultaneous transcriptions of one session; others wait."""
+
 INVALID_PROMPT = "invalid_prompt"
 
 TOO_LONG = ("input_text", "input_tokens")
@@ -105,6 +108,7 @@ class Answers:
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: OrderedDict[str, Pacer] = OrderedDict()
+        self._transcribing = asyncio.Semaphore(TRANSCRIPTIONS)
 
     def played_ms(self, response_id: str) -> float:
         """Return the milliseconds of a response's sound that were played."""
@@ -267,20 +271,25 @@ class Answers:
     async def _transcribe(self, command: Transcribe) -> None:
         item_id, session = command.item_id, self.session
         try:
-            reading, text = _Reading(), ""
-            async with aclosing(await self._answered(partial(transcription_body, command))) as parts:
-                async for part in parts:
-                    for delta in reading.deltas(part) if isinstance(part, dict) else ():
-                        if content := delta.get("content"):
-                            text += content
-                            self._take(session.transcript(item_id, content))
-            self._take(session.transcribed(item_id, text, reading.usage()))
+            async with self._transcribing:
+                text, usage = await self._transcript(command)
+            self._take(session.transcribed(item_id, text, usage))
         except Failed as error:
             self._take(session.not_transcribed(item_id, str(error), kind=error.kind, code=error.code))
         except Exception:
             logger.exception("The transcription of %s has failed", item_id)
             message = "the server could not transcribe"
             self._take(session.not_transcribed(item_id, message, kind=SERVER_ERROR, code="engine_error"))
+
+    async def _transcript(self, command: Transcribe) -> tuple[str, Usage]:
+        reading, text = _Reading(), ""
+        async with aclosing(await self._answered(partial(transcription_body, command))) as parts:
+            async for part in parts:
+                for delta in reading.deltas(part) if isinstance(part, dict) else ():
+                    if content := delta.get("content"):
+                        text += content
+                        self._take(self.session.transcript(command.item_id, content))
+        return text, reading.usage()
 
 
 class _Reading:

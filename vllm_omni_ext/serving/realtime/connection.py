@@ -20,7 +20,7 @@ from vllm_omni_ext.serving.chat import OmniServingChat
 from vllm_omni_ext.serving.realtime.answering import Answers
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames
 from vllm_omni_ext.serving.realtime.events import SERVER_ERROR, WRONG_TYPE, ClientError, Event, SessionFields
-from vllm_omni_ext.serving.realtime.limits import Limits, Rate
+from vllm_omni_ext.serving.realtime.limits import Limits, Rate, weight
 from vllm_omni_ext.serving.realtime.response import CANCELLED
 from vllm_omni_ext.serving.realtime.session import (
     Abort,
@@ -161,10 +161,13 @@ class Connection:
             message = await self._receive()
             if message["type"] == "websocket.disconnect":
                 return
-            if not rate.count(self._clock()):
-                text = f"at most {self._limits.events_per_s:g} events a second"
-                raise Closing(POLICY, ClientError(text, code="rate_limit_exceeded"))
-            if (text := message.get("text")) is None:
+            text = message.get("text")
+            if not rate.count(self._clock(), 1.0 if text is None else weight(text)):
+                error = ClientError(
+                    f"at most {self._limits.events_per_s:g} events a second", code="rate_limit_exceeded"
+                )
+                raise Closing(POLICY, error)
+            if text is None:
                 error = ClientError("an event must be text, not bytes", code=WRONG_TYPE)
                 self._take(self._session.error(error))
             else:
@@ -212,11 +215,11 @@ class Connection:
             return
         self._count(event)
         text = json.dumps(event, separators=(",", ":"))
-        self._unsent += len(text)
         if self._unsent > self._limits.unsent_bytes:
             error = ClientError("the client does not read its events", code="client_too_slow")
             self._close(Closing(POLICY, error), told=True)
             return
+        self._unsent += len(text)
         unsent = _Unsent(text)
         if event["type"] == "response.output_audio.delta":
             unsent.sound_of = event["response_id"]

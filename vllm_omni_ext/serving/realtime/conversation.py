@@ -184,10 +184,23 @@ def make_item(given: Strict, settings: Settings, new_id: Callable[[str], str], p
 
 def is_json_object(text: str) -> bool:
     """Return whether a text is a JSON object. Chat templates require a JSON object as arguments of a function call."""
+    return isinstance(_json(text), dict)
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON."""
+    return _json(text) is not _NOTHING
+
+
+_NOTHING = object()
+
+
+def _json(text: str) -> Any:
+    """Return the value of a JSON text; `_NOTHING` if it is none."""
     try:
-        return isinstance(json.loads(text), dict)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return _NOTHING
 
 
 def _user_part(given: UserContent, sound_format: dict[str, Any], path: str) -> Part:
@@ -225,6 +238,23 @@ def _only(given: Any, names: Sequence[str], path: str) -> None:
     for name in given.model_fields_set - {"type", *names}:
         if getattr(given, name) is not None:
             raise ClientError(f"{path}.{name}: does not belong to {given.type}", code=UNKNOWN, param=f"{path}.{name}")
+
+
+def check_size(items: Sequence[Item], limits: Limits) -> None:
+    """Check the number and the size of the items of a conversation, or of the input of a response.
+
+    Raises:
+        ClientError: they exceed a limit.
+    """
+    full = [
+        (len(items), limits.items, "items"),
+        (sum(len(each.content) for each in items), limits.parts, "content parts"),
+        (sum(each.sound_bytes() for each in items), limits.sound_bytes, "bytes of sound"),
+        (sum(each.text_bytes() for each in items), limits.text_bytes, "characters"),
+    ]
+    for found, most, unit in full:
+        if found > most:
+            raise ClientError(f"the conversation may have {most} {unit}; delete items", code="conversation_too_large")
 
 
 class Conversation:
@@ -274,17 +304,15 @@ class Conversation:
             raise ClientError(
                 f"item.id: the conversation has an item '{item.id}'", code="item_already_exists", param="item.id"
             )
-        limits = self._limits
-        full = [
-            (len(self) + 1, limits.items, "items"),
-            (sum(each.sound_bytes() for each in (*self, item)), limits.sound_bytes, "bytes of sound"),
-            (sum(each.text_bytes() for each in (*self, item)), limits.text_bytes, "characters"),
-        ]
-        for found, most, unit in full:
-            if found > most:
-                raise ClientError(
-                    f"the conversation may have {most} {unit}; delete items", code="conversation_too_large"
-                )
+        check_size([*self, item], self._limits)
+
+    def check_room(self) -> None:
+        """Check that an output item can be added, whose size is not known yet.
+
+        Raises:
+            ClientError: the conversation is full.
+        """
+        check_size([*self, Item(id="", type="message")], self._limits)
 
     def add(self, item: Item, previous_item_id: str | None = None) -> str | None:
         """Add an item, and return the id of the item that precedes it; None: the added item is the first.

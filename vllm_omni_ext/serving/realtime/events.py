@@ -8,8 +8,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from vllm_omni_ext.serving.realtime.limits import values
 from vllm_omni_ext.serving.responses import printable
 
 INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
@@ -28,6 +37,9 @@ MOST_TOKENS = 4096
 
 LONGEST_ID = 64
 MOST_DEPTH = 100
+MOST_FIELDS = 64
+"""Most fields of an object of the protocol; each has fewer of its own."""
+
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -60,6 +72,14 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        """Refuse an object of many fields before pydantic makes an error for each of them, which takes a second."""
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"may have {MOST_FIELDS} fields")
+        return value
+
 
 def _whole_tokens(value: Any) -> Any:
     if value == "inf" or (type(value) is int and 1 <= value <= MOST_TOKENS):
@@ -67,16 +87,21 @@ def _whole_tokens(value: Any) -> Any:
     raise ValueError(f'must be an integer from 1 to {MOST_TOKENS}, or "inf"')
 
 
-def _metadata(value: dict[str, str]) -> dict[str, str]:
-    if len(value) > METADATA_PAIRS:
+def _few_pairs(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > METADATA_PAIRS:
         raise ValueError(f"may have {METADATA_PAIRS} pairs")
+    return value
+
+
+def _metadata(value: dict[str, str]) -> dict[str, str]:
     if any(len(key) > METADATA_KEY or len(text) > METADATA_VALUE for key, text in value.items()):
         raise ValueError(f"a key may have {METADATA_KEY} characters, a value {METADATA_VALUE}")
     return value
 
 
 Tokens = Annotated[Any, AfterValidator(_whole_tokens)]
-Metadata = Annotated[dict[str, str], AfterValidator(_metadata)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_few_pairs), AfterValidator(_metadata)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Id = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 Milliseconds = Annotated[int, Field(ge=0, le=10_000)]
 Modalities = Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=1)]
@@ -219,7 +244,7 @@ class Inference(Strict):
 
     output_modalities: Modalities | None = None
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: ToolChoice | None = None
     max_output_tokens: Tokens | None = None
     parallel_tool_calls: bool | None = None
@@ -243,7 +268,7 @@ class ResponseFields(Inference):
 
     audio: ResponseAudio | None = None
     conversation: Literal["auto", "none"] | None = None
-    input: list[dict[str, Any]] | None = None
+    input: Objects | None = None
     metadata: Metadata | None = None
 
 
@@ -290,7 +315,7 @@ class SystemMessage(ItemFields):
 
     type: Literal["message"]
     role: Literal["system"]
-    content: list[SystemContent]
+    content: Annotated[list[SystemContent], Field(fail_fast=True)]
 
 
 class UserMessage(ItemFields):
@@ -298,7 +323,7 @@ class UserMessage(ItemFields):
 
     type: Literal["message"]
     role: Literal["user"]
-    content: list[UserContent]
+    content: Annotated[list[UserContent], Field(fail_fast=True)]
 
 
 class AssistantMessage(ItemFields):
@@ -306,7 +331,7 @@ class AssistantMessage(ItemFields):
 
     type: Literal["message"]
     role: Literal["assistant"]
-    content: list[AssistantContent]
+    content: Annotated[list[AssistantContent], Field(fail_fast=True)]
 
 
 class FunctionCall(ItemFields):
@@ -470,17 +495,17 @@ CLIENT_EVENTS: Mapping[str, type[ClientEvent]] = {
 }
 
 
-def parse(text: str, values: int) -> Any:
+def parse(text: str, most_values: int) -> Any:
     """Return the JSON value of a message.
 
     Args:
-        values: most opening brackets and commas.
+        most_values: most opening brackets and commas.
 
     Raises:
         ClientError: it is not JSON, nested too deeply, or has too many values.
     """
-    if text.count(",") + text.count("[") + text.count("{") > values:
-        raise ClientError(f"the event has more than {values} values", code="event_too_large")
+    if values(text) > most_values:
+        raise ClientError(f"the event has more than {most_values} values", code="event_too_large")
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -14,12 +14,16 @@ from vllm_omni_ext.serving.realtime.conversation import (
     INCOMPLETE,
     Item,
     Part,
+    is_json,
     is_json_object,
 )
 from vllm_omni_ext.serving.realtime.events import Event, event
 from vllm_omni_ext.serving.realtime.settings import Settings
 
 CANCELLED, FAILED = "cancelled", "failed"
+
+LENGTH = "length"
+"""vLLM's finish reason of an answer that a token limit has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,12 @@ class Response:
             return None
         return self._message.item, self._message.item.content[0]
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the output ends early: by vLLM's finish reason, or within the JSON of a function call's arguments."""
+        calls = (each.item.arguments for each in self._calls.values())
+        return self.finish_reason == LENGTH or not all(map(is_json, calls))
+
     def public(self) -> dict[str, Any]:
         """Return the response in the format of the API."""
         output = self.settings["audio"]["output"]
@@ -201,7 +211,7 @@ class Response:
         Generated sound may still be unsent. Function calls are closed without a wait for the sound.
         """
         self.finish_reason, self.usage = finish_reason, usage
-        return [] if finish_reason == "length" else self._close_calls()
+        return [] if self.cut_off else self._close_calls()
 
     def end(self, status: str, details: dict[str, Any] | None = None) -> list[Event]:
         """Return the last events.

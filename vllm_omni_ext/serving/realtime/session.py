@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_omni_ext.serving.realtime import events, settings
-from vllm_omni_ext.serving.realtime.conversation import IN_PROGRESS, Conversation, Item, Part, make_item, messages
+from vllm_omni_ext.serving.realtime.conversation import (
+    IN_PROGRESS,
+    Conversation,
+    Item,
+    Part,
+    check_size,
+    make_item,
+    messages,
+)
 from vllm_omni_ext.serving.realtime.events import (
     SERVER_ERROR,
     WRONG_VALUE,
@@ -290,8 +298,7 @@ class Session:
         previous = self.conversation.add(item)
         outs: Outs = [
             event("input_audio_buffer.committed", previous_item_id=previous, item_id=item.id),
-            event("conversation.item.added", previous_item_id=previous, item=item.public()),
-            event("conversation.item.done", previous_item_id=previous, item=item.public()),
+            *_added(item, previous),
         ]
         transcription, sound = self._input["transcription"], item.content[0].sound
         if transcription is not None and sound is not None:
@@ -382,11 +389,7 @@ class Session:
         if isinstance(found, ItemReference):
             raise ClientError("item.type: is for `input` of a response", code=WRONG_VALUE, param="item.type")
         item = make_item(found, self.settings, self._new_id, "item")
-        previous = self.conversation.add(item, given.previous_item_id)
-        return [
-            event("conversation.item.added", previous_item_id=previous, item=item.public()),
-            event("conversation.item.done", previous_item_id=previous, item=item.public()),
-        ]
+        return [*_added(item, self.conversation.add(item, given.previous_item_id))]
 
     def _delete_item(self, item_id: str) -> Outs:
         item = self.conversation.find(item_id)
@@ -397,6 +400,7 @@ class Session:
                 param="item_id",
             )
         self.conversation.delete(item)
+        self._dropped.discard(item_id)
         outs: Outs = [event("conversation.item.deleted", item_id=item_id)]
         if item_id in self._transcribing:
             self._transcribing.remove(item_id)
@@ -433,6 +437,8 @@ class Session:
                 f"the conversation has the response {self._current.id} in progress; cancel it, or wait for its end",
                 code="conversation_already_has_active_response",
             )
+        if writes:
+            self.conversation.check_room()
         if not writes and len(self._responses) - (self._current is not None) >= self._limits.responses:
             raise ClientError(
                 f"at most {self._limits.responses} responses outside of the conversation run at once",
@@ -459,8 +465,11 @@ class Session:
         return [item for item in self.conversation if item.id not in self._dropped]
 
     def _given_context(self, given: list[dict[str, Any]]) -> list[Item]:
-        """Return the items of `response.input`."""
+        """Return the items of `response.input`; they have the limits of a conversation."""
         context = []
+        if len(given) > self._limits.items:
+            message = f"response.input: may have {self._limits.items} items"
+            raise ClientError(message, code="conversation_too_large", param="response.input")
         for at, each in enumerate(given):
             path = f"response.input[{at}]"
             found = events.read_item(each, path)
@@ -468,6 +477,7 @@ class Session:
                 context.append(self.conversation.find(found.id, f"{path}.id"))
             else:
                 context.append(make_item(found, self.settings, self._new_id, path))
+        check_size(context, self._limits)
         return context
 
     def _generate(self, response: Response) -> Generate:
@@ -540,7 +550,7 @@ class Session:
         response = self._responses.get(response_id)
         if response is None:
             return []
-        if response.finish_reason == "length":
+        if response.cut_off:
             return self._numbered(self._end(response, INCOMPLETE, {"reason": "max_output_tokens"}))
         return self._numbered(self._end(response, COMPLETED))
 
@@ -615,6 +625,12 @@ class Session:
     def _numbered(self, outs: Iterable[Any]) -> Outs:
         """Return outs whose events have ids."""
         return [events.numbered(each, self._new_id) if isinstance(each, dict) else each for each in outs]
+
+
+def _added(item: Item, previous: str | None) -> list[Event]:
+    """Return the events about an item that is complete when it is added, after the item with the id `previous`."""
+    names = ("conversation.item.added", "conversation.item.done")
+    return [event(name, previous_item_id=previous, item=item.public()) for name in names]
 
 
 def _detector_settings(found: Mapping[str, Any]) -> ServerVad | SemanticVad:

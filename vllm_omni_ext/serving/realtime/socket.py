@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.logger import init_logger
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import REALTIME_SESSIONS
@@ -30,6 +32,8 @@ from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.settings import Offer
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES
 from vllm_omni_ext.serving.served import ServedModel
+
+logger = init_logger(__name__)
 
 PATH = "/v1/realtime"
 PROTOCOL = "realtime"
@@ -90,7 +94,9 @@ class OmniServingRealtime:
         """Makes the models of a session's turn detection."""
         self._metrics = model.omni.observer.metrics
         self._connections: set[Connection] = set()
-        model.omni.when_stopping(self.drain)
+        self._empty = asyncio.Event()
+        self._empty.set()
+        model.omni.when_stopping(self.drain, self._empty.wait)
 
     def offer(self, name: str | None = None) -> Offer:
         """Return the served model for sessions.
@@ -143,16 +149,19 @@ class OmniServingRealtime:
             await _deny(websocket, error)
             return
         self._connections.add(connection)
+        self._empty.clear()
         sessions = self._metrics.of(REALTIME_SESSIONS)
         sessions.inc()
         try:
             await websocket.accept(PROTOCOL if PROTOCOL in _protocols(websocket.scope) else None)
             await connection.run()
         except WebSocketDisconnect:
-            pass  # the client left while an event was sent to it
+            logger.debug("A client has disconnected before its last events were sent")
         finally:
             sessions.dec()
             self._connections.remove(connection)
+            if not self._connections:
+                self._empty.set()
 
     def _connection(self, websocket: WebSocket) -> Connection:
         if self.omni.draining:
