@@ -1,12 +1,14 @@
-"""Sentences of a synthesiser, with pauses at known places."""
+"""Sentences of two synthesisers, with pauses at known places."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 
 RATE = 16_000
 SENTENCES = (
@@ -14,6 +16,10 @@ SENTENCES = (
     "Please turn left at the next traffic light.",
     "Seven red apples cost four dollars.",
 )
+ESPEAK = Path(__file__).parents[1] / "data" / "realtime" / "espeak.flac"
+"""`SENTENCES` by espeak-ng (espeakng-loader 0.2.4, voice en-us), without pauses, at `RATE`."""
+ESPEAK_ENDS = (45378, 82623, 113521)
+
 LOUD = 0.02
 """Amplitude from which a sample counts as part of a sentence, of a sound whose loudest sample is near 0.3."""
 
@@ -33,6 +39,12 @@ def sentence(text: str) -> np.ndarray:
     sound = soxr.resample(np.asarray(_synthesiser()(text, seed=0), np.float32), 24_000, RATE)
     loud = np.flatnonzero(np.abs(sound) > LOUD)
     return sound[loud[0] : loud[-1] + 1]
+
+
+def of_espeak() -> list[np.ndarray]:
+    """`SENTENCES` by a synthesiser of formants: float32 [n] at 16 kHz each."""
+    sound, _ = soundfile.read(ESPEAK, dtype="float32")
+    return np.split(sound, ESPEAK_ENDS[:-1])
 
 
 def with_pauses(sentences: Sequence[np.ndarray], pauses_s: Sequence[float]) -> tuple[np.ndarray, list[tuple]]:

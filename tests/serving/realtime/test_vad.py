@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.spoken import RATE, SENTENCES, sentence, with_pauses
+from tests.support.spoken import RATE, SENTENCES, of_espeak, sentence, with_pauses
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.serving.realtime import onnx, smart_turn, vad
 from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, Encoder, SoundFormat
@@ -54,9 +54,14 @@ def assert_same(got: list[tuple[float, float]], expected: list[tuple[float, floa
     assert [p for _, p in got] == pytest.approx([p for _, p in expected], abs=1e-5)
 
 
+def of_hibari() -> list[np.ndarray]:
+    return [sentence(text) for text in SENTENCES]
+
+
 @pytest.mark.parametrize("channel", [np.copy, telephone, noisy])
-def test_turns_are_found_at_their_places(dialogue: Any, channel: Any) -> None:
-    sound, places = dialogue
+@pytest.mark.parametrize("synthesiser", [of_hibari, of_espeak])
+def test_turns_are_found_at_their_places(synthesiser: Any, channel: Any) -> None:
+    sound, places = with_pauses(synthesiser(), PAUSES_S)
     settings = ServerVad(prefix_padding_ms=0, silence_duration_ms=500)
     events = TurnDetector(settings).write(SileroVad().push(channel(sound)))
     assert [type(event) for event in events] == [SpeechStarted, SpeechStopped] * len(places)
