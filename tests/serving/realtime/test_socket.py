@@ -384,6 +384,32 @@ async def test_committed_sound_is_transcribed(address: str, engine: ScriptedOmni
     assert len(client.of("conversation.item.input_audio_transcription.delta")) == 2
 
 
+async def test_four_transcriptions_of_a_session_run_at_once(address: str, engine: ScriptedOmni) -> None:
+    go, four, begun = asyncio.Event(), asyncio.Event(), 0
+
+    async def wait() -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 4:
+            four.set()
+        await go.wait()
+
+    engine.script = [wait, "good day"]
+    async with connected(address) as client:
+        audio = {"input": {"turn_detection": None, "transcription": {}}}
+        await client.send("session.update", session={"type": "realtime", "audio": audio})
+        for _ in range(6):
+            await client.send("input_audio_buffer.append", audio=silence(200))
+            await client.send("input_audio_buffer.commit")
+        await asyncio.wait_for(four.wait(), timeout=20)
+        engine.script = ["yes"]
+        assert (await client.respond(**TEXT_ONLY)).status == "completed"  # a request that begins after all of them
+        assert begun == 4
+        go.set()
+        for _ in range(6):
+            await client.until("conversation.item.input_audio_transcription.completed")
+
+
 async def test_sessions_are_traced_if_the_server_exports_spans(
     address: str, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:
