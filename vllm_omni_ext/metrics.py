@@ -296,6 +296,12 @@ REALTIME_FIRST_SOUND = Metric(
     text="Time from the beginning of a session's response, e.g. the detected end of a turn, to its first sound.",
     buckets=LATENCY_S,
 )
+REALTIME_AHEAD_TOKENS = Metric(
+    name="realtime_ahead_tokens_total",
+    kind="counter",
+    unit="tokens",
+    text="Prompt tokens of sessions that were computed before the turn's end, without those in the prefix cache.",
+)
 
 ALL = tuple(value for value in tuple(vars().values()) if isinstance(value, Metric))
 """All metrics above, in the order of the documentation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, Medium, PromptSegments, SpecialIds, find_parts
+from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import FRAME_MS, beginning, block_frames, divided
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
@@ -74,6 +75,7 @@ class Qwen3OmniRuntime:
         self._speaks = bool(config.enable_audio_output)
         self._ids = SpecialIds.of(config) if self._speaks else None
         self._positions: Any = None
+        self._block = block_frames(config.thinker_config.audio_config)
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -105,8 +107,11 @@ class Qwen3OmniRuntime:
     def capabilities(self) -> Capabilities:
         """Return the output modalities: text, and sound if the checkpoint has a talker."""
         text = frozenset({THINKER})
+        block = None if self._block is None else float(self._block * FRAME_MS)
         if not self._speaks:
-            return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text})
+            return Capabilities(
+                modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text}, sound_block_ms=block
+            )
         return Capabilities(
             modalities=(TEXT, AUDIO),
             default_modalities=(TEXT, AUDIO),
@@ -116,6 +121,7 @@ class Qwen3OmniRuntime:
                 "default_voice": self.default_voice,
                 MOST_SPEECH_TOKENS: self.most_frames,
             },
+            sound_block_ms=block,
         )
 
     def validate(self, options: RequestOptions) -> None:
@@ -150,6 +156,31 @@ class Qwen3OmniRuntime:
                 fills the talker's context; or the request's text or `max_tokens` exceed the frames that code2wav can
                 decode.
         """
+        if options.ahead_of is not None:
+            return self._plan_ahead(request, options.ahead_of)
+        planned = self._plan_answer(request, options)
+        if not (options.in_blocks and request.features):
+            return planned
+        assert self._block is not None, "sounds have blocks"
+        return replace(planned, features=divided(request.features, self._block))
+
+    def _plan_ahead(self, request: Rendered, modalities: Sequence[str]) -> Planned:
+        """Return the plan of a request that fills the thinker's caches for the answer of a longer prompt."""
+        assert self._block is not None, "sounds have blocks"
+        prompt, features = beginning(request.prompt, request.features, self._block)
+        spans: list[list[int]] = []
+        if AUDIO in modalities:
+            end = len(prompt) - 1
+            spans = [[start, min(stop, end)] for start, stop in self._parts(request.prompt).multimodal if start < end]
+        return Planned(
+            flow=ForwardFlow(THINKER),
+            frontend_args={EXPORT: spans} if spans else {},
+            skip_prefix_cache=bool(spans),
+            prompt=prompt,
+            features=features,
+        )
+
+    def _plan_answer(self, request: Rendered, options: RequestOptions) -> Planned:
         if AUDIO not in options.modalities:
             return Planned(flow=ForwardFlow(THINKER))
         aloud = request.data if isinstance(request.data, ReadAloud) else None

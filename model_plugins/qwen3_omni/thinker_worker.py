@@ -1,8 +1,9 @@
 """The thinker's worker: exports the layer that the talker reads, and encodes each request's sound in a separate call.
 
-The audio encoder of Qwen3-Omni pads the last piece of every clip to the longest piece of the call. Biases of its
+The audio encoder of Qwen3-Omni pads the last chunk of every clip to the longest chunk of the call. Biases of its
 convolutions turn the padding into nonzero values. The end of a short clip would therefore depend on the other clips of
-the call, by much more than rounding. Transformers encodes the clips of one prompt together; so does this worker.
+the call, by much more than rounding. Transformers encodes the clips of one prompt together; so does this worker. If
+some clips or blocks of a prompt are in the encoder cache, the others are padded as in a call with all of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,18 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_omni_ext.engine.worker import HiddenStatesExportWorker
+import torch
 
-PADDED = "audio"
+from vllm_omni_ext.engine.worker import HiddenStatesExportWorker
+from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
+    CHUNK_FRAMES,
+    CHUNK_ROWS,
+    SOUND,
+    frames_of,
+    joined,
+)
+
+PADDED = SOUND
 """The modality whose items the encoder pads to the longest item of a call; images and videos are not padded."""
 
 Due = Mapping[str, list[int]]
@@ -28,41 +38,95 @@ class ThinkerWorker(HiddenStatesExportWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        encode_apart(self.model_runner)
+        model = self.model_runner.get_model()
+        encode_apart(self.model_runner, WholeChunks(model.audio_tower))
+        join_blocks(model)
 
 
-def encode_apart(runner: Any) -> None:
+class WholeChunks:
+    """Adds a whole chunk of zeros to the next call of an encoder if `needed`, and removes its rows from the output.
+
+    The chunks of the other clips are then padded to a whole chunk.
+
+    Args:
+        tower: the encoder; it gets two hooks.
+    """
+
+    def __init__(self, tower: torch.nn.Module) -> None:
+        self.needed = False
+        self._added = False
+        tower.register_forward_pre_hook(self._before, with_kwargs=True)
+        tower.register_forward_hook(self._after)
+
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        frames, rows = kwargs["feature_lens"], kwargs["aftercnn_lens"]
+        self._added = self.needed and int(frames.max()) < CHUNK_FRAMES
+        if not self._added:
+            return None
+        (features,) = args
+        zeros = features.new_zeros(features.shape[0], CHUNK_FRAMES)
+        longer = {
+            "feature_lens": torch.cat([frames, frames.new_tensor([CHUNK_FRAMES])]),
+            "aftercnn_lens": torch.cat([rows, rows.new_tensor([CHUNK_ROWS])]),
+        }
+        return (torch.cat([features, zeros], dim=1),), kwargs | longer
+
+    def _after(self, _: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output[:-CHUNK_ROWS] if self._added else None
+
+
+def join_blocks(model: Any) -> None:
+    """Make a loaded model compute the M-RoPE positions of adjacent blocks as those of one sound."""
+    positions = model.get_mrope_input_positions
+    model.get_mrope_input_positions = lambda tokens, features: positions(tokens, joined(features))
+
+
+def encode_apart(runner: Any, chunks: WholeChunks) -> None:
     """Make a runner (V1 or V2, with its model loaded) call its encoder once for each request with sound."""
     if hasattr(runner, "model_state"):
-        runner.model_state.execute_mm_encoder = by_request_v2(runner)
+        runner.model_state.execute_mm_encoder = by_request_v2(runner, chunks)
     else:
-        runner._execute_mm_encoder = by_request(runner)
+        runner._execute_mm_encoder = by_request(runner, chunks)
 
 
-def by_request(runner: Any) -> Callable[[Any], list[Any]]:
+def by_request(runner: Any, chunks: WholeChunks) -> Callable[[Any], list[Any]]:
     """Return a V1 runner's `_execute_mm_encoder` with a call for each request with sound, and one for all others."""
     execute = runner._execute_mm_encoder
 
+    def features_of(req_id: str) -> Sequence[Any]:
+        return runner.requests[req_id].mm_features  # type: ignore[no-any-return]
+
     def execute_apart(step: Any) -> list[Any]:
         outputs: list[Any] = []
-        for part in _parts(step.scheduled_encoder_inputs, lambda req_id: runner.requests[req_id].mm_features):
+        for part in _parts(step.scheduled_encoder_inputs, features_of):
             some = copy.copy(step)
             some.scheduled_encoder_inputs = part
+            chunks.needed = _has_whole_chunk(part, features_of)
             outputs += execute(some)
         return outputs
 
     return execute_apart
 
 
-def by_request_v2(runner: Any) -> Callable[[Due], None]:
+def by_request_v2(runner: Any, chunks: WholeChunks) -> Callable[[Due], None]:
     """Return what `by_request` returns, for the `execute_mm_encoder` of Model Runner V2's model state."""
     execute = runner.model_state.execute_mm_encoder
 
+    def features_of(req_id: str) -> Sequence[Any]:
+        return runner.encoder_cache.mm_features[req_id]  # type: ignore[no-any-return]
+
     def execute_apart(due: Due) -> None:
-        for part in _parts(due, lambda req_id: runner.encoder_cache.mm_features[req_id]):
+        for part in _parts(due, features_of):
+            chunks.needed = _has_whole_chunk(part, features_of)
             execute(part)
 
     return execute_apart
+
+
+def _has_whole_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> bool:
+    """Return whether the prompts of a call have a sound with a whole chunk, in this call or in the encoder cache."""
+    sounds = [each for req_id in part for each in features_of(req_id) if each.modality == PADDED]
+    return any(each.data is not None and frames_of(each) >= CHUNK_FRAMES for each in sounds)
 
 
 def _parts(due: Due, features_of: Callable[[str], Sequence[Any]]) -> Iterator[Due]:

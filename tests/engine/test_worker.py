@@ -137,6 +137,8 @@ def test_the_exported_layer_is_set_before_the_model_runs(v2: bool, monkeypatch: 
     model = SimpleNamespace(
         get_language_model=lambda: SimpleNamespace(aux_hidden_state_layers=()),
         set_aux_hidden_state_layers=layers.append,
+        get_mrope_input_positions="stock",
+        audio_tower=torch.nn.Identity(),
     )
     encoder = {"model_state": SimpleNamespace(execute_mm_encoder="stock")} if v2 else {"_execute_mm_encoder": "stock"}
     export.model_runner = SimpleNamespace(get_model=lambda: model, use_aux_hidden_state_outputs=False, **encoder)
@@ -148,6 +150,7 @@ def test_the_exported_layer_is_set_before_the_model_runs(v2: bool, monkeypatch: 
     assert layers == [(24,)] and export.model_runner.use_aux_hidden_state_outputs
     runner = export.model_runner
     assert (runner.model_state.execute_mm_encoder if v2 else runner._execute_mm_encoder) != "stock"
+    assert model.get_mrope_input_positions != "stock"
 
 
 def test_lasting_memory_is_allocated_with_the_weights_and_graphs_come_last(

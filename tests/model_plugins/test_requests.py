@@ -32,8 +32,12 @@ from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeConte
 
 BOTH = ("text", "audio")
 VOCODER = SimpleNamespace(upsampling_ratios=(2, 2), upsample_rates=(8, 5, 4, 3))
+THINKER = SimpleNamespace(audio_config=SimpleNamespace(n_window=50, n_window_infer=200))
 SPEAKING = SimpleNamespace(
-    enable_audio_output=True, code2wav_config=VOCODER, talker_config=SimpleNamespace(num_code_groups=4)
+    enable_audio_output=True,
+    code2wav_config=VOCODER,
+    talker_config=SimpleNamespace(num_code_groups=4),
+    thinker_config=THINKER,
 )
 LIMITS = {"thinker": 200, "talker": 100, "code2wav": 160}
 
@@ -50,7 +54,7 @@ def requests() -> Iterator[Qwen3OmniRuntime]:
         yield made(SPEAKING)
 
 
-SILENT = made(SimpleNamespace(enable_audio_output=False))
+SILENT = made(SimpleNamespace(enable_audio_output=False, thinker_config=THINKER))
 
 
 def options(*, voice: str | None = None, **more: Any) -> RequestOptions:

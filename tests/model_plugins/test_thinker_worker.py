@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import encode_apart
+from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import LENGTH
+from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import encode_apart, join_blocks
 
 FEATURES = {
     "sound": ["audio"],
@@ -19,7 +20,8 @@ FEATURES = {
 
 
 def feature(modality: str | None) -> Any:
-    return SimpleNamespace(modality=modality or "audio", data=None if modality is None else "data")
+    data = {LENGTH: SimpleNamespace(data=40)}
+    return SimpleNamespace(modality=modality or "audio", data=None if modality is None else data)
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -39,10 +41,11 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
     seen: list[dict[str, list[int]]] = []
     features = {name: [feature(each) for each in FEATURES[name]] for name in names}
     due = {name: list(range(len(FEATURES[name]))) for name in names}
+    chunks: Any = SimpleNamespace(needed=False)
     if v2:
         state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(dict(due)))
         runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
-        encode_apart(runner)
+        encode_apart(runner, chunks)
         runner.model_state.execute_mm_encoder(due)
     else:
 
@@ -52,9 +55,46 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
 
         requests = {name: SimpleNamespace(mm_features=features[name]) for name in names}
         runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
-        encode_apart(runner)
+        encode_apart(runner, chunks)
         step = SimpleNamespace(scheduled_encoder_inputs=dict(due), other="kept")
         assert sorted(runner._execute_mm_encoder(step)) == sorted(names)
         assert step.scheduled_encoder_inputs == due
     assert [list(each) for each in seen] == calls
     assert all(each[name] == due[name] for each in seen for name in each)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) -> None:
+    """A block, or another clip, with a whole chunk may be in the encoder cache."""
+    features = {name: [feature("audio"), feature("audio")] for name in ("short", "long")}
+    features["long"][0].data[LENGTH].data = 100
+    chunks: Any = SimpleNamespace(needed=False)
+    seen: list[tuple[list[str], bool]] = []
+
+    def execute(given: Any) -> list[str]:
+        due = given if v2 else given.scheduled_encoder_inputs
+        seen.append((list(due), chunks.needed))
+        return []
+
+    due = {name: [1] for name in features}
+    if v2:
+        state = SimpleNamespace(execute_mm_encoder=execute)
+        runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
+        encode_apart(runner, chunks)
+        runner.model_state.execute_mm_encoder(due)
+    else:
+        requests = {name: SimpleNamespace(mm_features=each) for name, each in features.items()}
+        runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
+        encode_apart(runner, chunks)
+        runner._execute_mm_encoder(SimpleNamespace(scheduled_encoder_inputs=due))
+    assert seen[1:] == [(["short"], False), (["long"], True)]
+
+
+def test_positions_are_computed_for_whole_sounds() -> None:
+    model = SimpleNamespace(get_mrope_input_positions=lambda tokens, features: (tokens, len(features)))
+    join_blocks(model)
+    place = [SimpleNamespace(offset=at, length=2, is_embed=None) for at in (1, 3, 6)]
+    features = [feature("audio") for _ in place]
+    for each, where in zip(features, place, strict=True):
+        each.mm_position, each.identifier, each.data[LENGTH].field = where, "name", None
+    assert model.get_mrope_input_positions([7], features) == ([7], 2)

@@ -30,6 +30,8 @@ MODEL, RATE, MS = "tiny", 24_000, 48
 TELEPHONE = SoundFormat(PCMU, 8_000)
 WORDS, FRAMES = 12, 24
 BLOCK = 32
+"""Tokens in a block of the prefix caches."""
+
 OVERRIDES = {
     "thinker": {
         "engine": {"block_size": BLOCK},
@@ -85,12 +87,16 @@ class Talk:
         if fields.get("instructions"):
             self.messages.append({"role": "system", "content": fields["instructions"]})
 
-    async def say(self, samples: np.ndarray) -> None:
-        """Send sound in pieces of 20 ms, and commit it."""
+    async def append(self, samples: np.ndarray) -> None:
+        """Send sound in pieces of 20 ms."""
         data = samples.tobytes()
         for at in range(0, len(data), 20 * MS):
             audio = base64.b64encode(data[at : at + 20 * MS]).decode()
             await self.send("input_audio_buffer.append", audio=audio)
+
+    async def say(self, samples: np.ndarray, sent: int = 0) -> None:
+        """Send sound, of which `sent` samples were sent before, and commit it."""
+        await self.append(samples[sent:])
         await self.send("input_audio_buffer.commit")
         await self.until("conversation.item.done")
         file = io.BytesIO()
@@ -183,6 +189,28 @@ async def test_a_turn_computes_nothing_of_earlier_turns(server: Server) -> None:
             assert done.output[0].content[0].transcript == known.choices[0].message.audio.transcript == text
             talk.messages.append({"role": "assistant", "content": text})
             before = done.usage.input_tokens - 3  # without the header of the answer
+
+
+async def test_sound_that_is_computed_while_it_is_sent_is_answered_as_a_chat_is(server: Server) -> None:
+    samples = tone(300, 12.3)
+    samples[: RATE // 2] *= 2  # the loudest part: later sound does not change the features of earlier sound
+    sent = round(10.4 * RATE)
+    other = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}
+    async with talking(server) as talk:
+        await talk.configure(instructions="You are a cat.")
+        await talk.append(samples[:sent])
+        await talk.respond(conversation="none", input=[other])  # the engine gets it after five blocks of the sound
+        await talk.say(samples, sent)
+        done, sound = await talk.respond()
+        assert done.usage.input_token_details.cached_tokens == 4 * BLOCK
+        message = (await talk.chat()).choices[0].message
+    assert done.output[0].content[0].transcript == message.audio.transcript
+    whole, _ = soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)), dtype="int16")
+    assert alike(sound, whole) and len(sound) > 0
+    with urllib.request.urlopen(server.base_url.replace("/v1", "/metrics"), timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm_omni_ext:realtime_ahead_tokens_total{")]
+    assert float(line.rpartition(" ")[2]) > 4 * BLOCK
 
 
 async def test_a_response_without_a_turn_of_the_user(server: Server) -> None:

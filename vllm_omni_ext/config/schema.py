@@ -345,6 +345,12 @@ class OmniConfig:
         "Modalities of a chat request that names none, comma-separated, such as `text`. Null: the model's own default.",
         flag="NAME,NAME",
     )
+    streaming_input: Boolean = _key(
+        True,
+        "Compute the sound of a realtime session while its user speaks, in whole blocks of the model's sound encoder, "
+        "if it has blocks and the frontend has a prefix cache. False: all of it when the turn ends.",
+        flag="",
+    )
     log_dir: Text | None = _key(
         None,
         "Directory for one log file a replica, which stay there. Null: a temporary one, kept if a replica has ended.",

@@ -156,13 +156,17 @@ class Admission:
                 )
 
     def attach(self, ticket: Ticket, request: EngineCoreRequest) -> str:
-        """Write the plan's parameters into the client's engine request; register the ticket for `open`, return its key.
+        """Write the plan into the client's engine request; register the ticket for `open`, return its key.
 
         The caller must pass the key to `withdraw` when the request has ended.
         """
         params, planned, key = request.sampling_params, ticket.planned, self._register(ticket)
         assert params is not None and planned is not None
         params.extra_args = {**(params.extra_args or {}), **planned.frontend_args, TICKET: key}
+        if planned.prompt is not None:
+            request.prompt_token_ids = list(planned.prompt)
+        if planned.features is not None:
+            request.mm_features = list(planned.features)
         if planned.skip_prefix_cache:
             params.skip_reading_prefix_cache = True
         return key

@@ -22,12 +22,18 @@ class RequestOptions:
         chunks: sizes of successive chunks by edge, or "all", and "adaptive"; missing entries are as configured.
         fields: values of the request fields that the plugin declares (`ModelRuntime.fields`), by name; a field that
             the request does not set is missing.
+        in_blocks: the sounds of the prompt are computed in blocks of `Capabilities.sound_block_ms`. Prompts with the
+            same beginning, also within a sound, then share what is cached.
+        ahead_of: the request only computes the beginning of its prompt, up to the last whole block of its last sound,
+            for a later request with an answer of these modalities. None: the request is answered.
     """
 
     modalities: tuple[str, ...]
     params: Mapping[str, Any] = field(default_factory=dict)
     chunks: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    in_blocks: bool = False
+    ahead_of: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +69,15 @@ class Planned:
         budgets: most tokens that a stage may generate for the request, by stage.
         frontend_args: entries for the `SamplingParams.extra_args` of the forwarded request.
         skip_prefix_cache: the forwarded request must not read the prefix cache (its hidden states must be computed).
+        prompt, features: replace those of the forwarded request; None: they are forwarded as rendered.
     """
 
     flow: Flow
     budgets: Mapping[str, int] = field(default_factory=dict)
     frontend_args: Mapping[str, Any] = field(default_factory=dict)
     skip_prefix_cache: bool = False
+    prompt: Sequence[int] | None = None
+    features: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +90,15 @@ class Capabilities:
         routes: kinds of requests and the stages that each needs, e.g. {"text": {"thinker"}}; `/health` reports each
             kind.
         card: additional entries of the model's object in `/v1/models`, e.g. names of voices.
+        sound_block_ms: length in ms of the blocks of a sound that do not depend on later sound; the runtime then plans
+            requests with `RequestOptions.in_blocks` and `ahead_of`. None: it does not.
     """
 
     modalities: tuple[str, ...]
     default_modalities: tuple[str, ...]
     routes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
+    sound_block_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

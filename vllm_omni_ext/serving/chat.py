@@ -75,34 +75,48 @@ class OmniServingChat(OpenAIServingChat):
         """Answer a chat request."""
         return await self._answered(request, raw_request)
 
-    async def create_parts(self, request: ChatCompletionRequest) -> Parts | ErrorResponse:
+    async def create_parts(
+        self, request: ChatCompletionRequest, *, in_blocks: bool = False, ahead_of: tuple[str, ...] | None = None
+    ) -> Parts | ErrorResponse:
         """Return the parts (see `PartStream`) of the answer to a streamed chat request that comes from this process.
 
         Closing the generator aborts the request.
+
+        Args:
+            in_blocks, ahead_of: as in `RequestOptions`.
 
         Raises:
             PromptTooLong: a stage other than the frontend cannot take the prompt.
         """
         PIXELS.set(pixel_budget(self._model.omni.plan.config))  # as the middleware of HTTP requests does
-        answer: Any = await self._answered(request, None, parts=True)
+        inner = {"in_blocks": in_blocks, "ahead_of": ahead_of}
+        answer: Any = await self._answered(request, None, inner)
         return answer
 
     async def _answered(
-        self, request: ChatCompletionRequest, raw_request: Request | None, *, parts: bool = False
+        self, request: ChatCompletionRequest, raw_request: Request | None, inner: dict[str, Any] | None = None
     ) -> Answer:
         try:
-            answer = await self._create(request, raw_request, parts=parts)
+            answer = await self._create(request, raw_request, inner)
         except OmniError as err:  # raised before the first byte of the answer
-            if parts and isinstance(err, PromptTooLong):
+            if inner is not None and isinstance(err, PromptTooLong):
                 raise
             answer = self.create_error_response(as_vllm_error(err))
         if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
             self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))
         return answer
 
-    async def _create(self, request: ChatCompletionRequest, raw_request: Request | None, *, parts: bool) -> Answer:
+    async def _create(
+        self, request: ChatCompletionRequest, raw_request: Request | None, inner: dict[str, Any] | None
+    ) -> Answer:
+        """Answer a request.
+
+        Args:
+            inner: options that HTTP requests do not have; None: the request came by HTTP.
+        """
         answer = await read_chat(request, self._model)
-        answer.parts = parts
+        if inner is not None:
+            answer.parts, answer.options = True, replace(answer.options, **inner)
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)

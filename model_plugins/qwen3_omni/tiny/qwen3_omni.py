@@ -58,11 +58,16 @@ def write_qwen3_omni(
     if trained:
         return _write_trained(path, seed)
     size = config.RELEASED if released_shape else config.REAL_VOCAB if real_vocab else config.SMALL
+    return write_sizes(path, size, seed)
+
+
+def write_sizes(path: Path, size: config.Sizes, seed: int = 0) -> Path:
+    """Write a checkpoint of other sizes, with random weights; of `config.RELEASED` no weights are written."""
     words = vocabulary.small_vocabulary() if size is config.SMALL else vocabulary.real_vocabulary()
     make_room(path, FILES)
     write_json(path / MARKER, {"model": "qwen3-omni", "sizes": size.name, "seed": seed})
     _write_texts(path, size, words)
-    if not released_shape:
+    if size is not config.RELEASED:
         _write_weights(path, size, words, seed)
     return path
 

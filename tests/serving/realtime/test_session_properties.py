@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import hostile
-from tests.support.realtime import SILENT, SPOKEN, Driver
+from tests.support.realtime import OFFER, SILENT, SPOKEN, Driver
 from vllm_omni_ext.serving.realtime import events
 from vllm_omni_ext.serving.realtime.events import CLIENT_EVENTS, ResponseFields, SessionFields
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.response import Usage
+from vllm_omni_ext.serving.realtime.session import ComputeAhead, StopAhead
 
 ITEM_IDS = st.sampled_from(["a", "b", "c", "root", "item_1", "item_2", "item_3", "item_5", None])
 NEW_IDS = st.sampled_from(["a", "b", "c", None])
@@ -116,10 +118,15 @@ def do(driver: Driver, step: tuple[Any, ...]) -> None:
 @settings(max_examples=300, deadline=None)
 def test_every_order_of_events_keeps_the_rules(steps: list[tuple[Any, ...]], manual: bool) -> None:
     limits = Limits(items=12, buffer_bytes=48 * 2000, responses=2)
-    driver = Driver(manual=manual, limits=limits)
+    driver = Driver(offer=replace(OFFER, block_ms=300.0), manual=manual, limits=limits)
     for step in steps:
         do(driver, step)
         session, checker = driver.session, driver.checker
+        ahead = [each for each in driver.commands if isinstance(each, (ComputeAhead, StopAhead))]
+        if ahead and isinstance(ahead[-1], ComputeAhead):  # the sound of a turn that has not ended
+            turn = session.detector is None or session.detector.speaking
+            sound = ahead[-1].messages[-1]["content"][0]["input_audio"]
+            assert turn and session.buffer.peek().data.startswith(sound.data)
         assert [item.id for item in session.conversation] == checker.items
         assert set(session.responses) == set(checker.open)
         assert len(session.buffer) <= limits.buffer_bytes

@@ -21,7 +21,7 @@ from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 
 from vllm_omni_ext.errors import PromptTooLong
-from vllm_omni_ext.metrics import REALTIME_FIRST_SOUND, Metrics
+from vllm_omni_ext.metrics import REALTIME_AHEAD_TOKENS, REALTIME_FIRST_SOUND, Metrics
 from vllm_omni_ext.modalities.audio import frames_of
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
@@ -31,7 +31,7 @@ from vllm_omni_ext.serving.realtime.events import INVALID_REQUEST, SERVER_ERROR
 from vllm_omni_ext.serving.realtime.pacing import Pacer
 from vllm_omni_ext.serving.realtime.pcm import PCM, RATES, Decoder, Encoder, SoundFormat
 from vllm_omni_ext.serving.realtime.response import Usage
-from vllm_omni_ext.serving.realtime.session import Generate, Outs, Session, Transcribe
+from vllm_omni_ext.serving.realtime.session import ComputeAhead, Generate, Outs, Session, Transcribe
 from vllm_omni_ext.serving.realtime.settings import Settings
 from vllm_omni_ext.serving.realtime.sound import BYTES_PER_MS, Sound
 from vllm_omni_ext.serving.responses import printable
@@ -53,6 +53,9 @@ TOO_LONG = ("input_text", "input_tokens")
 """Parameters in vLLM's errors about a prompt that is longer than the model's context."""
 
 TRANSCRIBE = "Transcribe the audio word for word. Reply with the transcript only."
+
+AHEAD = "ahead"
+"""Key of a session's request that computes sound before its turn ends. Keys of other requests are ids with a prefix."""
 
 Take = Callable[[Outs], None]
 
@@ -123,6 +126,11 @@ class Answers:
     def start(self, command: Generate) -> None:
         """Begin to answer."""
         self._begin(command.response_id, self._answer(command))
+
+    def compute_ahead(self, command: ComputeAhead) -> None:
+        """Begin to compute the prompt of the next response; an earlier such request is aborted."""
+        self.stop(AHEAD)
+        self._begin(AHEAD, self._compute_ahead(command))
 
     def transcribe(self, command: Transcribe) -> None:
         """Begin to transcribe."""
@@ -219,7 +227,9 @@ class Answers:
                 name, arguments = function.get("name"), function.get("arguments") or ""
                 self._take(self.session.call(response_id, call["index"], name, arguments))
 
-    async def _answered(self, body: Callable[[Known], dict[str, Any]]) -> Parts:
+    async def _answered(
+        self, body: Callable[[Known], dict[str, Any]], ahead_of: tuple[str, ...] | None = None
+    ) -> Parts:
         """Return the parts of the answer to a chat request, for which the media cache need not have the sounds.
 
         Sounds of earlier turns are sent by name. If one of them leaves the cache before vLLM reads it, the request is
@@ -227,6 +237,7 @@ class Answers:
 
         Args:
             body: makes the request.
+            ahead_of: see `RequestOptions`.
 
         Raises:
             Failed: the request is refused.
@@ -242,20 +253,25 @@ class Answers:
 
         made = await asyncio.to_thread(body, known)
         try:
-            return await self._parts(made)
+            return await self._parts(made, ahead_of)
         except (Failed, ValueError):
             if not named or all(map(known, named[:])):
                 raise
-        return await self._parts(await asyncio.to_thread(body, lambda sound: False))
+        return await self._parts(await asyncio.to_thread(body, lambda sound: False), ahead_of)
 
-    async def _parts(self, body: dict[str, Any]) -> Parts:
+    async def _parts(self, body: dict[str, Any], ahead_of: tuple[str, ...] | None = None) -> Parts:
         """Return the parts of the answer to a chat request.
+
+        Args:
+            ahead_of: see `RequestOptions`.
 
         Raises:
             Failed: the request is refused.
         """
+        in_blocks = self.session.block_ms is not None
         try:
-            answer = await self._chat.create_parts(ChatCompletionRequest.model_validate(body))
+            request = ChatCompletionRequest.model_validate(body)
+            answer = await self._chat.create_parts(request, in_blocks=in_blocks, ahead_of=ahead_of)
         except ValidationError as error:
             raise Failed(str(error.errors()[0]["msg"]), kind=INVALID_REQUEST, code=INVALID_PROMPT) from error
         except PromptTooLong as error:
@@ -265,6 +281,28 @@ class Answers:
         if isinstance(answer, ErrorResponse):
             raise Failed.of(answer.error)
         return answer
+
+    async def _compute_ahead(self, command: ComputeAhead) -> None:
+        """Compute a prompt without an answer. A failure is only logged: the response computes its whole prompt."""
+        reading = _Reading()
+
+        def body(known: Known) -> dict[str, Any]:
+            made = chat_body(command.settings, command.messages, known)
+            made.pop("audio", None)
+            return made | {"modalities": [TEXT], "max_completion_tokens": 1}
+
+        try:
+            async with aclosing(await self._answered(body, modalities(command.settings))) as parts:
+                async for part in parts:
+                    if isinstance(part, dict):
+                        reading.deltas(part)
+        except Failed as error:
+            logger.debug("The sound of a turn is not computed ahead: %s", error)
+        except Exception:
+            logger.exception("The sound of a turn could not be computed ahead")
+        else:
+            usage = reading.usage()
+            self._metrics.of(REALTIME_AHEAD_TOKENS).inc(usage.prompt - usage.cached)
 
     # -- transcriptions -----------------------------------------------------------------------------------------
 
@@ -363,17 +401,21 @@ class _Player:
         return piece, ms
 
 
+def modalities(settings: Settings) -> tuple[str, ...]:
+    """Return the modalities of a response's chat request."""
+    return (TEXT, AUDIO) if settings["output_modalities"] == [AUDIO] else (TEXT,)
+
+
 def chat_body(settings: Settings, messages: list[dict[str, Any]], known: Known) -> dict[str, Any]:
     """Return the body of a chat request; sounds in `messages` that are not `known` become WAV files in base64."""
-    speaks = settings["output_modalities"] == [AUDIO]
     body: dict[str, Any] = {
         "model": settings["model"],
         "messages": with_wav(messages, known),
-        "modalities": [TEXT, AUDIO] if speaks else [TEXT],
+        "modalities": list(modalities(settings)),
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if speaks:
+    if AUDIO in body["modalities"]:
         voice = settings["audio"]["output"]["voice"]
         body["audio"] = {"format": PCM16} | ({} if voice is None else {"voice": voice})
     if settings["max_output_tokens"] != "inf":

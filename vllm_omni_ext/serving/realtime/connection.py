@@ -17,18 +17,20 @@ from vllm.logger import init_logger
 
 from vllm_omni_ext.metrics import REALTIME_INTERRUPTIONS, REALTIME_RESPONSES, REALTIME_TURNS, Metrics
 from vllm_omni_ext.serving.chat import OmniServingChat
-from vllm_omni_ext.serving.realtime.answering import Answers
+from vllm_omni_ext.serving.realtime.answering import AHEAD, Answers
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames
 from vllm_omni_ext.serving.realtime.events import SERVER_ERROR, WRONG_TYPE, ClientError, Event, SessionFields
 from vllm_omni_ext.serving.realtime.limits import Limits, Rate, weight
 from vllm_omni_ext.serving.realtime.response import CANCELLED
 from vllm_omni_ext.serving.realtime.session import (
     Abort,
+    ComputeAhead,
     Detect,
     Detection,
     Generate,
     Outs,
     Session,
+    StopAhead,
     StopTranscribing,
     Transcribe,
 )
@@ -198,6 +200,10 @@ class Connection:
                 case Abort():
                     self._answers.stop(out.response_id)
                     self._drop_sound(out.response_id)
+                case ComputeAhead():
+                    self._answers.compute_ahead(out)
+                case StopAhead():
+                    self._answers.stop(AHEAD)
                 case Transcribe():
                     self._answers.transcribe(out)
                 case StopTranscribing():

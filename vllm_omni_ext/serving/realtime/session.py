@@ -45,6 +45,10 @@ from vllm_omni_ext.serving.realtime.turns import (
 AUTO_RATIO = 0.8
 """Part of a conversation that stays in the prompt with `truncation` "auto", once it is too long."""
 
+BLOCK_MARGIN_MS = 200
+"""Milliseconds of sound that must follow a block: they have influence on its last samples and frames, by resampling (up
+to 110 ms with soxr from 8 kHz) and by the windows of the spectrogram (12.5 ms)."""
+
 LETTERS_A_TOKEN, MS_A_TOKEN, PICTURE_TOKENS = 4, 80, 1000
 """Estimates of an item's share of the prompt. They decide how many items are dropped, not whether."""
 
@@ -65,6 +69,25 @@ class Abort:
     """Abort the answer of a response, and drop its sound that has not been sent."""
 
     response_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeAhead:
+    """Compute the beginning of the prompt of the next response, up to the last whole block of the input sound.
+
+    It replaces an earlier `ComputeAhead`.
+
+    Attributes:
+        messages: of the conversation, with the sound of the current turn as the last one.
+    """
+
+    settings: Settings
+    messages: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAhead:
+    """The turn of a `ComputeAhead` has ended: abort it if it is running. What it has computed can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +128,7 @@ class Detect:
     data: bytes
 
 
-Command = Generate | Abort | Transcribe | StopTranscribing | Detection | Detect
+Command = Generate | Abort | ComputeAhead | StopAhead | Transcribe | StopTranscribing | Detection | Detect
 Out = Event | Command
 Outs = list[Out]
 
@@ -160,6 +183,8 @@ class Session:
         self._detector: TurnDetector | None = None
         self._speech_item = ""
         """Id of the item that the turn becomes, during a turn."""
+        self._blocks_ahead = 0
+        """Whole blocks of the current turn's sound for which a `ComputeAhead` was returned."""
         self._responses: dict[str, Response] = {}
         self._current: Response | None = None
         """The response that writes to the conversation."""
@@ -180,6 +205,11 @@ class Session:
     def detector(self) -> TurnDetector | None:
         """The detector of turns; None: turn detection is off."""
         return self._detector
+
+    @property
+    def block_ms(self) -> float | None:
+        """Length of the blocks of input sound that are computed before the turn ends; None: none is."""
+        return self._offer.block_ms
 
     @property
     def busy(self) -> bool:
@@ -265,7 +295,9 @@ class Session:
     def _append(self, given: events.Append) -> Outs:
         data = decoded(given.audio, self._input["format"], "audio")
         self.buffer.append(data)
-        return [Detect(data=data)] if self._detector is not None and data else []
+        if self._detector is None:
+            return self._compute_ahead()
+        return [Detect(data=data)] if data else []
 
     def _commit(self) -> Outs:
         if self.buffer.end_ms - self.buffer.start_ms < SHORTEST_MS:
@@ -277,18 +309,37 @@ class Session:
         item = self._user_item(self._speech_item or self._new_id("item"), sound)
         self.conversation.check(item)
         self.buffer.clear()
-        self._forget_turn()
-        return self._add_sound(item)
+        return [*self._forget_turn(), *self._add_sound(item)]
 
     def _clear(self) -> Outs:
         self.buffer.clear()
-        self._forget_turn()
-        return [event("input_audio_buffer.cleared")]
+        return [*self._forget_turn(), event("input_audio_buffer.cleared")]
 
-    def _forget_turn(self) -> None:
+    def _forget_turn(self) -> Outs:
         self._speech_item = ""
         if self._detector is not None:
             self._detector.drop(self.buffer.end_ms)
+        return self._stop_ahead()
+
+    def _compute_ahead(self) -> Outs:
+        """Return a command for the whole blocks of the current turn's sound, if there are more than at the last one."""
+        block = self._offer.block_ms
+        if block is None or self._current is not None or self._refused is not None:
+            return []
+        if self._detector is not None and not self._detector.speaking:
+            return []
+        blocks = int((self.buffer.end_ms - self.buffer.start_ms - BLOCK_MARGIN_MS) // block)
+        if blocks <= self._blocks_ahead:
+            return []
+        self._blocks_ahead = blocks
+        item = self._user_item(self._speech_item, self.buffer.peek())
+        prompt = messages(self.settings["instructions"], [*self._context(), item])
+        return [ComputeAhead(settings=self.settings, messages=prompt)]
+
+    def _stop_ahead(self) -> Outs:
+        stop: Outs = [StopAhead()] if self._blocks_ahead else []
+        self._blocks_ahead = 0
+        return stop
 
     def _user_item(self, item_id: str, sound: Sound) -> Item:
         return Item(id=item_id, type="message", role="user", content=[Part(type="input_audio", sound=sound)])
@@ -312,11 +363,12 @@ class Session:
         """Begin to detect turns as the settings are now."""
         found, was_on = self._input["turn_detection"], self._detector is not None
         self._speech_item, self._detector = "", None
+        outs = self._stop_ahead()
         if found is None:
-            return [Detection(format=None, from_ms=0)] if was_on else []
+            return [*outs, Detection(format=None, from_ms=0)] if was_on else outs
         self._detector = TurnDetector(_detector_settings(found), self._completeness)
         self._detector.drop(self.buffer.start_ms)
-        outs: Outs = [Detection(format=self._input["format"], from_ms=self.buffer.start_ms)]
+        outs.append(Detection(format=self._input["format"], from_ms=self.buffer.start_ms))
         return [*outs, Detect(data=self.buffer.peek().data)] if len(self.buffer) else outs
 
     def frames(self, frames: Iterable[tuple[float, float]]) -> Outs:
@@ -331,7 +383,7 @@ class Session:
                 outs.append(error.event())
         if self._detector is not None:
             self.buffer.drop_before(self._detector.needed_from_ms)
-        return self._numbered(outs)
+        return self._numbered([*outs, *self._compute_ahead()])
 
     def _turn(self, turn: SpeechStarted | SpeechStopped | IdleTimeout) -> Outs:
         if isinstance(turn, SpeechStarted):
@@ -341,6 +393,7 @@ class Session:
         if isinstance(turn, SpeechStopped):
             end = round(turn.audio_end_ms)
             outs: Outs = [event("input_audio_buffer.speech_stopped", audio_end_ms=end, item_id=item_id)]
+            outs += self._stop_ahead()
             sound = self.buffer.take(to_ms=turn.audio_end_ms)
             return [*outs, *self._turn_ended(item_id, sound, create=self._input["turn_detection"]["create_response"])]
         start, end = round(turn.audio_start_ms), round(turn.audio_end_ms)

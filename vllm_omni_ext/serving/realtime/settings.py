@@ -69,6 +69,7 @@ class Offer:
         check_voice: raises RequestError for a voice that it does not have.
         detectors: types of turn detection of this server; the first is the default.
         tracing: `tracing` of each session, which no client changes: "auto" if the server exports spans, else None.
+        block_ms: length of the blocks of input sound that are computed before the turn ends; None: none is.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Offer:
     check_voice: Callable[[str], None]
     detectors: tuple[str, ...]
     tracing: Literal["auto"] | None
+    block_ms: float | None = None
 
     @property
     def default_modalities(self) -> list[str]:

@@ -119,7 +119,13 @@ class OmniServingRealtime:
             check_voice=self._check_voice,
             detectors=self.detectors,
             tracing="auto" if self.omni.vllm_config.observability_config.otlp_traces_endpoint else None,
+            block_ms=self._block_ms(),
         )
+
+    def _block_ms(self) -> float | None:
+        """Return the blocks in which sound is computed ahead; None if it is off, or its results would not be kept."""
+        kept = self.omni.plan.config.streaming_input and self.omni.vllm_config.cache_config.enable_prefix_caching
+        return self._model.capabilities.sound_block_ms if kept else None
 
     def _check_voice(self, name: str) -> None:
         found = self._model.read({"audio": {"voice": name}}, stream=True, seed=None, modalities=(AUDIO,))

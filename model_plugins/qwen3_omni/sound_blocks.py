@@ -1,0 +1,153 @@
+"""Divides the sounds of a prompt into blocks that the audio encoder computes independently of each other.
+
+A block is a window of the encoder's attention (`n_window_infer`, 8 s in the released checkpoint). No row of a block
+depends on later features. Each block becomes a media item whose identifier is a hash of its features. vLLM's encoder
+cache and prefix cache then contain the block for every prompt that begins with the same features.
+
+Features, not samples, are hashed: Whisper's features are clipped at 80 dB below the loudest frame of the whole sound.
+A louder frame that follows can change the features of earlier blocks, which are then computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+
+SOUND = "audio"
+"""The modality of sounds in vLLM's features."""
+
+FRAME_MS = 10
+CHUNK_FRAMES, CHUNK_ROWS = 100, 13
+"""Frames in a chunk of the convolutions, and its number of rows. vLLM's model code has both as constants."""
+
+FEATURES, MASK, LENGTH = "input_audio_features", "feature_attention_mask", "audio_feature_lengths"
+"""Keys of an item: features [mel bins, frames], their mask [frames], and the number of frames."""
+
+
+def block_frames(config: Any) -> int | None:
+    """Return the frames of a block; None if the encoder's chunks differ from those of vLLM's model code.
+
+    Args:
+        config: the `audio_config` of a checkpoint.
+    """
+    if 2 * config.n_window != CHUNK_FRAMES or config.n_window_infer < CHUNK_FRAMES:
+        return None
+    return int(config.n_window_infer) // CHUNK_FRAMES * CHUNK_FRAMES
+
+
+def frames_of(feature: MultiModalFeatureSpec) -> int:
+    """Return the number of frames of a sound whose data are present."""
+    assert feature.data is not None
+    return int(feature.data[LENGTH].data)  # type: ignore[arg-type]
+
+
+def divided(features: Sequence[MultiModalFeatureSpec], block: int) -> list[MultiModalFeatureSpec]:
+    """Return the features of a prompt with each sound of `block` frames or more as blocks; the last may be shorter.
+
+    The sounds of videos are not divided, and no sound of a prompt with such a video: vLLM pairs them by their order.
+    """
+    if any(each.modality == SOUND and each.mm_position.is_embed is not None for each in features):
+        return list(features)
+    found: list[MultiModalFeatureSpec] = []
+    for feature in features:
+        known = feature.modality == SOUND and feature.data is not None and feature.mm_hash is not None
+        found += _blocks(feature, block) if known and frames_of(feature) >= block else [feature]
+    return found
+
+
+def _blocks(feature: MultiModalFeatureSpec, block: int) -> list[MultiModalFeatureSpec]:
+    data, place, frames = feature.data, feature.mm_position, frames_of(feature)
+    assert data is not None and feature.mm_hash is not None
+    adapter = feature.identifier.removesuffix(feature.mm_hash)  # vLLM's prefix, if adapters change the encoder
+    rows = block // CHUNK_FRAMES * CHUNK_ROWS
+    found = []
+    for first in range(0, frames, block):
+        count, offset = min(block, frames - first), first // block * rows
+        part = _part(data, first, count)
+        name = sha256(part[FEATURES].data.numpy()).hexdigest()  # type: ignore[union-attr]
+        found.append(
+            MultiModalFeatureSpec(
+                data=part,
+                modality=SOUND,
+                identifier=adapter + name,
+                mm_position=PlaceholderRange(
+                    offset=place.offset + offset, length=rows if count == block else place.length - offset
+                ),
+                mm_hash=name,
+            )
+        )
+    return found
+
+
+def _part(data: MultiModalKwargsItem, first: int, count: int) -> MultiModalKwargsItem:
+    """Return the frames [first, first + count) of a sound."""
+    stop = first + count
+    cut = {
+        FEATURES: lambda values: values[:, first:stop].contiguous(),
+        MASK: lambda values: values[first:stop],
+        LENGTH: lambda values: torch.full_like(values, count),
+    }
+    return MultiModalKwargsItem(
+        {key: MultiModalFieldElem(data=cut[key](elem.data), field=elem.field) for key, elem in data.items()}
+    )
+
+
+def beginning(
+    prompt: Sequence[int], features: Sequence[MultiModalFeatureSpec], block: int
+) -> tuple[list[int], list[MultiModalFeatureSpec]]:
+    """Return the beginning of a prompt up to the last whole block of its last sound, and the features therein.
+
+    One token follows the block, the one that follows the sound: it is computed by each prompt itself.
+    """
+    blocks = divided(features, block)
+    last = next((each for each in reversed(features) if each.modality == SOUND), None)
+    if last is None:
+        return list(prompt), blocks
+    end = last.mm_position.offset + last.mm_position.length
+    whole = [each for each in blocks if each.mm_position.offset < end]
+    if whole[-1].modality == SOUND and len(blocks) > len(features) and frames_of(whole[-1]) < block:
+        stop = whole.pop().mm_position.offset
+    else:
+        stop = end
+    return [*prompt[:stop], *prompt[end : end + 1]], whole
+
+
+def joined(features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+    """Return features in which adjacent blocks are one sound; it has the number of frames as its only data."""
+    found: list[MultiModalFeatureSpec] = []
+    for feature in features:
+        last = found[-1] if found else None
+        found.append(feature)
+        if last is None or not _adjacent(last, feature):
+            continue
+        assert last.data is not None and feature.data is not None
+        before, after, elem = last.mm_position, feature.mm_position, last.data[LENGTH]
+        total = MultiModalFieldElem(data=elem.data + feature.data[LENGTH].data, field=elem.field)  # type: ignore[operator]
+        found[-2:] = [
+            MultiModalFeatureSpec(
+                data=MultiModalKwargsItem({LENGTH: total}),
+                modality=SOUND,
+                identifier=last.identifier,
+                mm_position=PlaceholderRange(offset=before.offset, length=before.length + after.length),
+            )
+        ]
+    return found
+
+
+def _adjacent(one: MultiModalFeatureSpec, other: MultiModalFeatureSpec) -> bool:
+    place, after = one.mm_position, other.mm_position
+    return (
+        one.modality == other.modality == SOUND
+        and place.is_embed is None
+        and after.is_embed is None
+        and place.offset + place.length == after.offset
+    )
