@@ -44,7 +44,10 @@ def test_keywords_are_settings_of_all_stages_or_of_the_frontend(model: str) -> N
         ("max_num_seq", "max_num_seq: unknown key; did you mean 'max_num_seqs'?"),
         ("stage_overide", "stage_overide: unknown key; did you mean 'stage_overrides'?"),
         ("zzzzzz", "zzzzzz: unknown key"),
-        ("data_parallel_size", "data_parallel_size: write stages.thinker.replicas instead"),
+        (
+            "data_parallel_size",
+            "data_parallel_size: write stages.thinker.replicas instead (docs/operations.md, Data parallelism)",
+        ),
         ("api_servers", "api_servers: LLM(omni=True) is a program without API servers; leave it out, got 2"),
         (
             "realtime_sessions",
@@ -162,10 +165,29 @@ def test_an_error_of_vllm_is_one_line_with_the_stage(plain: bool) -> None:
 def test_lora_of_experts_needs_triton(lora: int, experts: int, triton: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_omni_ext.runtime.launch.engine_args.HAS_TRITON", bool(triton))
     model = SimpleNamespace(multimodal_config=None, is_moe=bool(experts))
-    config = SimpleNamespace(model_config=model, lora_config=object() if lora else None)
+    parallel = SimpleNamespace(enable_expert_parallel=False)
+    config = SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=object() if lora else None)
     args: Any = SimpleNamespace(create_engine_config=lambda usage: config)
     if lora and experts and not triton:
         with pytest.raises(ConfigError, match=r"^stages\.thinker\.engine\.enable_lora: .*Triton"):
+            engine_config("thinker", args, UsageContext.LLM_CLASS)
+    else:
+        assert engine_config("thinker", args, UsageContext.LLM_CLASS) is config
+
+
+@pytest.mark.parametrize(("parallel", "experts", "cpu"), [(1, 1, 1), (0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_experts_are_not_divided_between_ranks_on_a_cpu(
+    parallel: int, experts: int, cpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There vLLM's kernel ends the process at the first request."""
+    platform = SimpleNamespace(is_cpu=lambda: bool(cpu))
+    monkeypatch.setattr("vllm_omni_ext.runtime.launch.engine_args.current_platform", platform)
+    model = SimpleNamespace(multimodal_config=None, is_moe=bool(experts))
+    ranks = SimpleNamespace(enable_expert_parallel=bool(parallel))
+    config = SimpleNamespace(model_config=model, parallel_config=ranks, lora_config=None)
+    args: Any = SimpleNamespace(create_engine_config=lambda usage: config)
+    if parallel and experts and cpu:
+        with pytest.raises(ConfigError, match=r"^stages\.thinker\.engine\.enable_expert_parallel: "):
             engine_config("thinker", args, UsageContext.LLM_CLASS)
     else:
         assert engine_config("thinker", args, UsageContext.LLM_CLASS) is config

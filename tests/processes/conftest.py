@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.support.oracle import Golden, Oracle, one_thread
 from vllm_omni_ext.model_plugins.bagel.checkpoint import load_bagel
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.tiny.bagel import write_bagel
+from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 MAX_LEN = 2048
@@ -35,6 +38,21 @@ def real_vocab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("real_vocab")
     yield write_qwen3_omni(folder / "model", seed=0, real_vocab=True)
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint whose heads and experts can be divided by two."""
+    small = config.SMALL
+    even = replace(
+        small,
+        audio={**small.audio, "encoder_attention_heads": 2},
+        vision={**small.vision, "num_heads": 2},
+        thinker={**small.thinker, "moe_intermediate_size": 64},
+        talker={**small.talker, "moe_intermediate_size": 64},
+    )
+    with mock.patch.object(config, "SMALL", even):
+        return write_qwen3_omni(tmp_path_factory.mktemp("divisible") / "model", seed=0)
 
 
 @pytest.fixture(scope="session")

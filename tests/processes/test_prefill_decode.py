@@ -14,14 +14,16 @@ SUITES = {
     "prefill_decode_suite.py": "mooncake",
     "prefill_decode_server_suite.py": "mooncake",
     "prefill_decode_nixl_suite.py": "nixl",
+    "prefill_decode_ranks_suite.py": "mooncake",
 }
+EXTENDED = ("prefill_decode_nixl_suite.py", "prefill_decode_ranks_suite.py")
 TIMEOUT_S = 3000
 """For machines that other programs keep busy."""
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "suite", [pytest.param(name, marks=pytest.mark.extended if "nixl" in name else ()) for name in SUITES]
+    "suite", [pytest.param(name, marks=pytest.mark.extended if name in EXTENDED else ()) for name in SUITES]
 )
 def test_answers_equal_those_of_one_engine(suite: str, pytestconfig: pytest.Config) -> None:
     needs(f"library {CONNECTORS[SUITES[suite]].module}", "isolation")

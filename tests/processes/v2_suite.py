@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, answer, check, golden, prompt, sampling, user
 from tests.processes.test_replicas import same, wait_under_way
 from tests.support.oracle import Oracle
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny import config
-from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 SIZE = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
 
@@ -140,21 +137,6 @@ def test_seeded_answers_stay_the_same_when_a_replica_dies(stage: str, cramped: A
 
 RANKS = 2
 PARALLEL = ("text", "audio", "image", "long_prompt")
-
-
-@pytest.fixture(scope="module")
-def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint whose heads and experts can be divided by two."""
-    small = config.SMALL
-    even = replace(
-        small,
-        audio={**small.audio, "encoder_attention_heads": 2},
-        vision={**small.vision, "num_heads": 2},
-        thinker={**small.thinker, "moe_intermediate_size": 64},
-        talker={**small.talker, "moe_intermediate_size": 64},
-    )
-    with mock.patch.object(config, "SMALL", even):
-        return write_qwen3_omni(tmp_path_factory.mktemp("divisible") / "model", seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -281,6 +281,26 @@ async def test_requests_wait_while_a_replica_may_come_back(bench: Bench) -> None
     assert bench.where("a") == A
 
 
+@pytest.mark.parametrize("again", [True, False])
+async def test_requests_of_the_only_replica_wait_when_its_engine_fails_before_its_process_ends(
+    again: bool, bench: Bench
+) -> None:
+    """An engine that fails by an exception reports that to its clients first."""
+    connections, placement = bench.replica_connections, bench.orchestrator.machine.placement
+    connections.ended(B, "gone", again=False)
+    await bench.settle()
+    await bench.open("a")
+    bench.of(A).say(EngineDeadError())
+    await bench.settle()
+    assert bench.where("a") is None and len(placement.waiting) == 1
+    connections.ended(A, "its process exited with status 1", again=again)
+    await bench.settle()
+    assert len(placement.waiting) == again
+    if again:
+        await bench.up(A)
+        assert bench.where("a") == A
+
+
 @pytest.mark.parametrize("how", ["ended", "not connected", "forgotten"])
 async def test_waiting_requests_fail_when_no_replica_can_come_back(bench: Bench, how: str) -> None:
     connections, last = bench.replica_connections, FAR if how == "forgotten" else A

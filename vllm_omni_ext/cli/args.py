@@ -151,7 +151,7 @@ def _add_members(group: argparse._ArgumentGroup) -> None:
 
 _REPLICAS = (
     'stages are replicated, not data-parallel; write --stage-overrides \'{{"{stage}": {{"replicas": 2}}}}\' '
-    "or replicas in a stage config"
+    "or replicas in a stage config (docs/operations.md, Data parallelism)"
 )
 _HOST = "a replica runs on one host; remove it"
 

@@ -55,7 +55,7 @@ Connections = Mapping[str, Mapping[str, Any]]
 """Fields of `ConnectorConfig` by the name of the edge."""
 
 _ONE_HOST = "a replica runs on one host; remove it"
-_REPLICAS = "write {path}.replicas instead"
+_REPLICAS = "write {path}.replicas instead (docs/operations.md, Data parallelism)"
 _API = "write api_servers instead"
 DATA_PARALLEL: Mapping[str, object] = {
     "data_parallel_size": 1,

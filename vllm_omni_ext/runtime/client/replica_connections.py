@@ -337,6 +337,8 @@ class ReplicaConnections:
                 await self._take(replica.id, await replica.outputs())
         except EngineDeadError:  # its text refers to a stack trace that clients do not have
             reason = replica.reason or "its engine has failed; the error is in its log"
+            if not replica.reason:  # the engine itself has reported its end; `ended` follows when its process has ended
+                self._orchestrator.announce(replica.id)
             await self._drop(replica, reason, ended=True)
 
     async def _drop(self, replica: StockReplica, reason: str, *, ended: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.usage.usage_lib import UsageContext
 
@@ -80,6 +81,11 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
         raise ConfigError(
             f"{stage_path(stage)}.engine.enable_lora: LoRA of a model with experts needs Triton, which is not "
             "on this machine; without it each request ends the engine"
+        )
+    if config.parallel_config.enable_expert_parallel and config.model_config.is_moe and current_platform.is_cpu():
+        raise ConfigError(
+            f"{stage_path(stage)}.engine.enable_expert_parallel: vLLM's kernel for experts on a CPU ends the process "
+            "if a rank has some of the experts only; without it each rank has a part of every expert; remove it"
         )
     return as_asked(config, args)
 
