@@ -63,7 +63,7 @@ class Chat:
     def __init__(self, chunks: list[tuple[int, int]]) -> None:
         self._chunks = chunks
 
-    async def create_parts(self, request: Any) -> AsyncIterator[Any]:
+    async def create_parts(self, request: Any, **_: Any) -> AsyncIterator[Any]:
         return self._parts()
 
     async def _parts(self) -> AsyncIterator[Any]:
