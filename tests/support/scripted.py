@@ -17,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.observability.observer import Observer
+from vllm_omni_ext.observability.request_trace import RequestTrace, StageTiming
 from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
@@ -90,7 +91,7 @@ class ScriptedOmni:
         self.observer = Observer.unseen(self.plan.frontend().name, ())
         self.at_stop: list[Callable[[], None]] = []
         self._words: list[str] = []
-        self._tickets: dict[str, RequestOptions] = {}
+        self._tickets: dict[str, Ticket] = {}
 
     def when_stopping(self, call: Callable[[], None], ended: Callable[[], Any] | None = None) -> None:
         self.at_stop.append(call)
@@ -112,15 +113,18 @@ class ScriptedOmni:
 
     def expect(self, ticket: Ticket) -> str:
         key = f"ticket {len(self.calls)} {len(self._tickets)}"
-        self._tickets[key] = ticket.options
+        self._tickets[key] = ticket
         return key
 
     def withdraw(self, key: str) -> None:
         del self._tickets[key]
 
     def generate(self, prompt: Any, params: SamplingParams, request_id: str, **_: Any) -> AsyncGenerator[Any, None]:
-        call = Call(prompt, params, self._tickets.get((params.extra_args or {}).get(TICKET, "")))
+        ticket = self._tickets.get((params.extra_args or {}).get(TICKET, ""))
+        call = Call(prompt, params, None if ticket is None else ticket.options)
         self.calls.append(call)
+        if ticket is not None and ticket.watch is not None:
+            ticket.watch(self._trace(request_id))
         return self._play(call, request_id, list(self.script))
 
     def start(self, rendered: Rendered, options: RequestOptions, request_id: str) -> AsyncGenerator[Any, None]:
@@ -129,6 +133,12 @@ class ScriptedOmni:
         call = Call(" ".join(self._words[token] for token in rendered.data.reply), SamplingParams(), options)
         self.calls.append(call)
         return self._play(call, request_id, list(self.script))
+
+    def _trace(self, request_id: str) -> RequestTrace:
+        """A trace whose frontend has answered a request with one token, from its arrival to 0.5 s later."""
+        replica = self.plan.frontend().replicas[0].id
+        timing = StageTiming(replica, sent=0.0, first=0.25, last=0.5, tokens=1)
+        return RequestTrace(request_id, ("text",), 0.0, 0.0, None, stages={replica.stage: timing})
 
     async def text_only(self, request_id: str) -> None:
         self.calls[-1].text_only = True

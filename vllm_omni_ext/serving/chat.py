@@ -26,6 +26,7 @@ from vllm.parser.abstract_parser import Parser
 from vllm_omni_ext.errors import OmniError, PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT, OutputChunk
 from vllm_omni_ext.modalities.fields import choice, flag
+from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream, PartStream
@@ -76,13 +77,19 @@ class OmniServingChat(OpenAIServingChat):
         return await self._answered(request, raw_request)
 
     async def create_parts(
-        self, request: ChatCompletionRequest, *, in_blocks: bool = False, ahead_of: tuple[str, ...] | None = None
+        self,
+        request: ChatCompletionRequest,
+        *,
+        started: Callable[[RequestTrace], None] | None = None,
+        in_blocks: bool = False,
+        ahead_of: tuple[str, ...] | None = None,
     ) -> Parts | ErrorResponse:
         """Return the parts (see `PartStream`) of the answer to a streamed chat request that comes from this process.
 
         Closing the generator aborts the request.
 
         Args:
+            started: receives the trace of the request, when the request starts.
             in_blocks, ahead_of: as in `RequestOptions`.
 
         Raises:
@@ -90,14 +97,18 @@ class OmniServingChat(OpenAIServingChat):
         """
         PIXELS.set(pixel_budget(self._model.omni.plan.config))  # as the middleware of HTTP requests does
         inner = {"in_blocks": in_blocks, "ahead_of": ahead_of}
-        answer: Any = await self._answered(request, None, inner)
+        answer: Any = await self._answered(request, None, inner, started)
         return answer
 
     async def _answered(
-        self, request: ChatCompletionRequest, raw_request: Request | None, inner: dict[str, Any] | None = None
+        self,
+        request: ChatCompletionRequest,
+        raw_request: Request | None,
+        inner: dict[str, Any] | None = None,
+        started: Callable[[RequestTrace], None] | None = None,
     ) -> Answer:
         try:
-            answer = await self._create(request, raw_request, inner)
+            answer = await self._create(request, raw_request, inner, started)
         except OmniError as err:  # raised before the first byte of the answer
             if inner is not None and isinstance(err, PromptTooLong):
                 raise
@@ -107,12 +118,17 @@ class OmniServingChat(OpenAIServingChat):
         return answer
 
     async def _create(
-        self, request: ChatCompletionRequest, raw_request: Request | None, inner: dict[str, Any] | None
+        self,
+        request: ChatCompletionRequest,
+        raw_request: Request | None,
+        inner: dict[str, Any] | None,
+        started: Callable[[RequestTrace], None] | None,
     ) -> Answer:
         """Answer a request.
 
         Args:
             inner: options that HTTP requests do not have; None: the request came by HTTP.
+            started: receives the trace of the request.
         """
         answer = await read_chat(request, self._model)
         if inner is not None:
@@ -120,7 +136,7 @@ class OmniServingChat(OpenAIServingChat):
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
-        ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=answer.watch)
+        ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=started or answer.watch)
         key = self.engine_client.admission.expect(ticket)
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: key}
         self._answers[key] = answer

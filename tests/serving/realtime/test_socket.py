@@ -419,6 +419,42 @@ async def test_sessions_are_traced_if_the_server_exports_spans(
             assert session.events[0].session.tracing == expected
 
 
+async def test_a_session_that_requests_it_gets_the_times_of_each_stage(address: str, engine: ScriptedOmni) -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def metrics_of(path: str, script: list[Any], until: str = "") -> Any:
+        """The metrics of a response, which is cancelled after an event `until`."""
+        engine.script = script
+        async with raw(address, path=path) as connection:
+            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}
+            await connection.send(json.dumps({"type": "conversation.item.create", "item": item}))
+            await connection.send(json.dumps({"type": "response.create", "response": TEXT_ONLY}))
+            async with asyncio.timeout(20):
+                async for data in connection:
+                    event = json.loads(data)
+                    if event["type"] == "response.done":
+                        return event["response"].get("metrics")
+                    if event["type"] == until:
+                        await connection.send(json.dumps({"type": "response.cancel"}))
+
+    asked = "/v1/realtime?return_stage_metrics=true"
+    assert await metrics_of("/v1/realtime", ["yes"]) is None
+    for script, until in ((["yes"], ""), (["yes", hang, "no"], "response.output_text.delta")):
+        metrics = await metrics_of(asked, script, until)
+        assert metrics["stages"] == {
+            "thinker": {
+                "replica": "thinker/0",
+                "queued_s": 0.0,
+                "waited_s": None,
+                "first_output_s": 0.25,
+                "last_output_s": 0.5,
+                "tokens": 1,
+            }
+        }
+    assert await status_of(address, path="/v1/realtime?return_stage_metrics=1") == 400
+
+
 async def test_wrong_events_get_errors_with_their_ids(address: str, engine: ScriptedOmni) -> None:
     engine.script = ["yes"]
     async with connected(address) as client:

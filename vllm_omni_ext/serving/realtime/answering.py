@@ -26,6 +26,7 @@ from vllm_omni_ext.modalities.audio import frames_of
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.modalities.sound import CHANNELS, PCM16, SAMPLE_BYTES, WAV, pcm16
+from vllm_omni_ext.observability.request_trace import RequestTrace, as_metrics
 from vllm_omni_ext.serving.chat import OmniServingChat, Parts
 from vllm_omni_ext.serving.realtime.events import INVALID_REQUEST, SERVER_ERROR
 from vllm_omni_ext.serving.realtime.pacing import Pacer
@@ -46,6 +47,9 @@ PACERS = 16
 
 TRANSCRIPTIONS = 4
 """Simultaneous transcriptions of one session; others wait."""
+
+TRACES = 16
+"""Responses whose times in the stages are kept; a session has fewer responses at once."""
 
 INVALID_PROMPT = "invalid_prompt"
 
@@ -112,6 +116,12 @@ class Answers:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pacers: OrderedDict[str, Pacer] = OrderedDict()
         self._transcribing = asyncio.Semaphore(TRANSCRIPTIONS)
+        self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
+
+    def stage_metrics(self, response_id: str) -> dict[str, Any]:
+        """Return the times of a response in each stage, as `metrics` of a chat; empty if it was not started."""
+        trace = self._traces.get(response_id)
+        return {} if trace is None else as_metrics(trace)
 
     def played_ms(self, response_id: str) -> float:
         """Return the milliseconds of a response's sound that were played."""
@@ -187,7 +197,7 @@ class Answers:
         reading = _Reading()
         sending = asyncio.create_task(self._send(response_id, player, began))
         try:
-            async with aclosing(await self._answered(body)) as parts:
+            async with aclosing(await self._answered(body, started=partial(self._started, response_id))) as parts:
                 async for part in parts:
                     if isinstance(part, AudioChunk):
                         ms = player.add(part)
@@ -227,8 +237,17 @@ class Answers:
                 name, arguments = function.get("name"), function.get("arguments") or ""
                 self._take(self.session.call(response_id, call["index"], name, arguments))
 
+    def _started(self, response_id: str, trace: RequestTrace) -> None:
+        self._traces[response_id] = trace
+        while len(self._traces) > TRACES:
+            self._traces.popitem(last=False)
+
     async def _answered(
-        self, body: Callable[[Known], dict[str, Any]], ahead_of: tuple[str, ...] | None = None
+        self,
+        body: Callable[[Known], dict[str, Any]],
+        *,
+        ahead_of: tuple[str, ...] | None = None,
+        started: Callable[[RequestTrace], None] | None = None,
     ) -> Parts:
         """Return the parts of the answer to a chat request, for which the media cache need not have the sounds.
 
@@ -238,6 +257,7 @@ class Answers:
         Args:
             body: makes the request.
             ahead_of: see `RequestOptions`.
+            started: receives the trace of the request.
 
         Raises:
             Failed: the request is refused.
@@ -251,19 +271,25 @@ class Answers:
             named.append(sound)
             return True
 
+        parts = partial(self._parts, ahead_of=ahead_of, started=started)
         made = await asyncio.to_thread(body, known)
         try:
-            return await self._parts(made, ahead_of)
+            return await parts(made)
         except (Failed, ValueError):
             if not named or all(map(known, named[:])):
                 raise
-        return await self._parts(await asyncio.to_thread(body, lambda sound: False), ahead_of)
+        return await parts(await asyncio.to_thread(body, lambda sound: False))
 
-    async def _parts(self, body: dict[str, Any], ahead_of: tuple[str, ...] | None = None) -> Parts:
+    async def _parts(
+        self,
+        body: dict[str, Any],
+        ahead_of: tuple[str, ...] | None,
+        started: Callable[[RequestTrace], None] | None,
+    ) -> Parts:
         """Return the parts of the answer to a chat request.
 
         Args:
-            ahead_of: see `RequestOptions`.
+            ahead_of, started: see `_answered`.
 
         Raises:
             Failed: the request is refused.
@@ -271,7 +297,7 @@ class Answers:
         in_blocks = self.session.block_ms is not None
         try:
             request = ChatCompletionRequest.model_validate(body)
-            answer = await self._chat.create_parts(request, in_blocks=in_blocks, ahead_of=ahead_of)
+            answer = await self._chat.create_parts(request, started=started, in_blocks=in_blocks, ahead_of=ahead_of)
         except ValidationError as error:
             raise Failed(str(error.errors()[0]["msg"]), kind=INVALID_REQUEST, code=INVALID_PROMPT) from error
         except PromptTooLong as error:
@@ -292,7 +318,7 @@ class Answers:
             return made | {"modalities": [TEXT], "max_completion_tokens": 1}
 
         try:
-            async with aclosing(await self._answered(body, modalities(command.settings))) as parts:
+            async with aclosing(await self._answered(body, ahead_of=modalities(command.settings))) as parts:
                 async for part in parts:
                     if isinstance(part, dict):
                         reading.deltas(part)

@@ -78,6 +78,7 @@ class Connection:
     Args:
         speech: the models of its turn detection.
         config: settings of the client's secret; None: there are none.
+        stage_metrics: `response.done` has `metrics`, the response's times in each stage.
 
     Raises:
         ClientError: `config` cannot be met.
@@ -93,11 +94,13 @@ class Connection:
         *,
         speech: SpeechFrames,
         config: SessionFields | None = None,
+        stage_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._websocket = websocket
         self._limits = limits
         self._metrics = metrics
+        self._stage_metrics = stage_metrics
         self._clock = clock
         self._speech = speech
         self._answers = Answers(chat, self._take, metrics, clock)
@@ -220,6 +223,8 @@ class Connection:
         if self._closed:
             return
         self._count(event)
+        if self._stage_metrics and event["type"] == "response.done":
+            event["response"]["metrics"] = self._answers.stage_metrics(event["response"]["id"])
         text = json.dumps(event, separators=(",", ":"))
         if self._unsent > self._limits.unsent_bytes:
             error = ClientError("the client does not read its events", code="client_too_slow")

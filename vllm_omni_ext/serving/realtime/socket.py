@@ -22,12 +22,13 @@ from vllm.logger import init_logger
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import REALTIME_SESSIONS
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.serving.chat import METRICS
 from vllm_omni_ext.serving.options import check
 from vllm_omni_ext.serving.realtime import settings
 from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
-from vllm_omni_ext.serving.realtime.events import ClientError, SessionFields, Strict, read
+from vllm_omni_ext.serving.realtime.events import WRONG_VALUE, ClientError, SessionFields, Strict, read
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.settings import Offer
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES
@@ -183,6 +184,7 @@ class OmniServingRealtime:
             self._app.state.openai_serving_chat,
             self._metrics,
             config=config,
+            stage_metrics=_wants_metrics(websocket),
             speech=self.speech(),
         )
 
@@ -195,6 +197,18 @@ class OmniServingRealtime:
         """The server shuts down: end the sessions, each after its running responses."""
         for connection in tuple(self._connections):
             connection.drain()
+
+
+def _wants_metrics(websocket: WebSocket) -> bool:
+    """Return the value of the query parameter `METRICS`.
+
+    Raises:
+        ClientError: it is neither "true" nor "false".
+    """
+    value = websocket.query_params.get(METRICS, "false")
+    if value not in ("true", "false"):
+        raise ClientError(f"{METRICS}: must be true or false, got '{value:.100}'", code=WRONG_VALUE, param=METRICS)
+    return value == "true"
 
 
 _STATUS = {
