@@ -88,7 +88,9 @@ def test_every_folder_with_modules_is_a_listed_package():
 @pytest.mark.engine
 def test_the_wheel_has_every_module_and_entry_point_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    assert (files("*.py") | files("*.yaml") | {"vllm_omni_ext/py.typed"}) - names == set()
+    page = {name for kind in ("html", "css", "js", "svg") for name in files(f"*.{kind}")}
+    assert len(page) > 4
+    assert (files("*.py") | files("*.yaml") | page | {"vllm_omni_ext/py.typed"}) - names == set()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_omni_ext"}
     text = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()

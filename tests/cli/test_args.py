@@ -179,6 +179,7 @@ def test_number_of_api_servers(
     ("words", "message"),
     [
         (["--headless"], "error: --headless: the stage it runs and its head must be named; write --stage "),
+        (["--headless", "--omni-playground"], "error: --omni-playground: --headless starts no API server; remove it"),
         (["--enable-auto-tool-choice"], "error: --enable-auto-tool-choice requires --tool-call-parser"),
     ],
 )

@@ -80,6 +80,7 @@ def test_limits_of_sessions_fit_together(model: str) -> None:
 @pytest.mark.parametrize(
     ("keyword", "value", "message"),
     [
+        ("playground", True, "playground: LLM(omni=True) is a program without API servers; leave it out"),
         ("default_modalities", "text,video", "default_modalities: 'qwen3_omni' has no 'video'; use text, audio"),
         ("log_dir", "/etc/hostname", "log_dir: '/etc/hostname' is not a folder; name another one"),
         ("log_dir", "/etc/hostname/logs", "log_dir: '/etc/hostname' is not a folder; name another one"),

@@ -178,7 +178,7 @@ _HEADLESS_SERVERS = (None, 0, 1)
 
 
 def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: str) -> None:
-    """Refuse vLLM's flags in `REFUSED`, and `--api-server-count` with `--headless`.
+    """Refuse vLLM's flags in `REFUSED`, and flags of API servers with `--headless`.
 
     Raises:
         ConfigError: a flag in `given` is refused; the message starts with the flag and its value.
@@ -186,6 +186,8 @@ def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: s
     names = REFUSED.keys() & set(given)
     if args.headless and args.api_server_count not in _HEADLESS_SERVERS:
         raise ConfigError(f"--api-server-count {args.api_server_count}: --headless starts no API server; remove it")
+    if args.headless and args.omni_playground:
+        raise ConfigError("--omni-playground: --headless starts no API server; remove it")
     for name in sorted(names):
         harmless, advice = REFUSED[name]
         value = getattr(args, name)

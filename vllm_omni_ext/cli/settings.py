@@ -102,6 +102,8 @@ def from_kwargs(
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
         )
+    if config.playground:
+        raise ConfigError("playground: LLM(omni=True) is a program without API servers; leave it out")
     refuse_joining(pipeline, config)
     return _plan(model, family, pipeline, hf_config, config, text_args, detect_machine())
 

@@ -334,6 +334,11 @@ class OmniConfig:
         "`vllm`: those below `/v1`, `/v2`, `/inference` and `/cohere`, which is vLLM's own rule.",
         flag="all|vllm",
     )
+    playground: Boolean = _key(
+        False,
+        "Whether the server has `/playground`, a page to try the model in a browser. The page itself needs no API key.",
+        flag="",
+    )
     allow_private_media: Hosts | None = _key(
         None,
         "Hosts and networks that are not public and that `image_url`, `audio_url` and `video_url` may nevertheless be "

@@ -28,10 +28,11 @@ from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
 from vllm_omni_ext.serving import adapters, health, operator_calls, text_responses
 from vllm_omni_ext.serving.chat import METRICS, OmniServingChat
-from vllm_omni_ext.serving.keys import guard_all_routes
+from vllm_omni_ext.serving.keys import guard_all_routes, has_keys
 from vllm_omni_ext.serving.limits import media, texts, validation, video
 from vllm_omni_ext.serving.limits.bodies import RefusedBody, RequestLimits, refused_handler
 from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, named_stages, stage_param_names
+from vllm_omni_ext.serving.playground import routes as playground
 from vllm_omni_ext.serving.responses import omni_error_handler
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -111,8 +112,12 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     add_chat_fields(app, model)
     health.add_routes(app)
     operator_calls.add_routes(app, adapters.router)
+    also_open = frozenset[str]()
+    if omni.plan.config.playground:
+        playground.add_routes(app, needs_key=has_keys(app))
+        also_open = playground.paths()
     if omni.plan.config.api_key_routes == ALL_ROUTES:
-        guard_all_routes(app)
+        guard_all_routes(app, also_open)
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     app.add_exception_handler(OmniError, omni_error_handler)  # type: ignore[arg-type]
     app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
@@ -149,9 +154,14 @@ def _server_options(args: Namespace) -> dict[str, Any]:
 
 
 def _add_facts(models: Any, model: ServedModel) -> None:
-    """Add the output modalities, and the plugin's entries (e.g. voices), to the cards of vLLM's `/v1/models`."""
+    """Add facts to the cards of vLLM's `/v1/models`: output modalities, names of request fields, plugin's entries."""
     stock, capabilities = models.show_available_models, model.capabilities
-    facts = {"modalities": list(capabilities.modalities), **capabilities.card, **model.surface.card()}
+    facts = {
+        "modalities": list(capabilities.modalities),
+        "request_fields": list(model.fields.names),
+        **capabilities.card,
+        **model.surface.card(),
+    }
 
     async def show_available_models() -> ModelList:
         found: ModelList = await stock()

@@ -22,35 +22,48 @@ REFUSED = "this server needs its API key: send the header 'Authorization: Bearer
 
 
 class KeyGuard(AuthenticationMiddleware):
-    """ASGI middleware that answers 401 to every request without a key, except for the paths in `OPEN`.
+    """ASGI middleware that answers 401 to every request without a key, except for the paths in `open_paths`.
 
     vLLM's class compares the key in constant time. This class replaces only vLLM's choice of routes.
     """
 
-    def __init__(self, app: ASGIApp, tokens: list[str]) -> None:
+    def __init__(self, app: ASGIApp, tokens: list[str], open_paths: frozenset[str] = OPEN) -> None:
         super().__init__(app, tokens)
+        self._open = open_paths
         error = create_error_response(REFUSED, "AuthenticationError", HTTPStatus.UNAUTHORIZED)
         self._refusal = error.model_dump()
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Handle one request, or one handshake of a WebSocket."""
         headers = Headers(scope=scope) if "headers" in scope else Headers()
-        if scope["type"] == "lifespan" or _is_open(scope, headers) or self.verify_token(headers):
+        if scope["type"] == "lifespan" or _is_open(scope, headers, self._open) or self.verify_token(headers):
             return self.app(scope, receive, send)
         response = JSONResponse(self._refusal, HTTPStatus.UNAUTHORIZED.value, {"WWW-Authenticate": "Bearer"})
         return response(scope, receive, send)
 
 
-def guard_all_routes(app: FastAPI) -> None:
-    """Replace vLLM's middleware with `KeyGuard`; without an API key there is no middleware to replace."""
+def guard_all_routes(app: FastAPI, also_open: frozenset[str] = frozenset()) -> None:
+    """Replace vLLM's middleware with `KeyGuard`; without an API key there is no middleware to replace.
+
+    Args:
+        also_open: further paths that need no key.
+    """
+    paths = OPEN | also_open
     app.user_middleware[:] = [
-        Middleware(KeyGuard, *each.args, **each.kwargs) if each.cls is AuthenticationMiddleware else each  # type: ignore[arg-type]
+        Middleware(KeyGuard, *each.args, **{**each.kwargs, "open_paths": paths})  # type: ignore[arg-type]
+        if each.cls is AuthenticationMiddleware  # type: ignore[comparison-overlap]
+        else each
         for each in app.user_middleware
     ]
 
 
-def _is_open(scope: Scope, headers: Headers) -> bool:
-    """Return whether a request needs no key: its path in the router is in `OPEN`, or it is a CORS preflight.
+def has_keys(app: FastAPI) -> bool:
+    """Return whether the server has API keys."""
+    return any(each.cls is AuthenticationMiddleware for each in app.user_middleware)  # type: ignore[comparison-overlap]
+
+
+def _is_open(scope: Scope, headers: Headers, paths: frozenset[str]) -> bool:
+    """Return whether a request needs no key: its path in the router is in `paths`, or it is a CORS preflight.
 
     A browser sends a preflight without the key, and the CORS middleware behind this one answers it.
     """
@@ -59,4 +72,4 @@ def _is_open(scope: Scope, headers: Headers) -> bool:
     if scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers:
         return True
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")).removesuffix("/") in OPEN
+    return path.removeprefix(scope.get("root_path", "")).removesuffix("/") in paths

@@ -1,0 +1,1 @@
+"""`/playground`: a page to try the served model in a browser."""
