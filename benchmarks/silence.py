@@ -20,7 +20,7 @@ from checkpoint import checkpoint, parser
 from spoken import Answer, Lengths, inside, several
 from vllm import LLM
 
-from vllm_omni_ext.model_plugins.qwen3_omni import voice
+from vllm_omni_ext.connectors import codec_stream
 
 POLICIES = ("fcfs", "priority")
 FIRST_PARTS = (1, 2)
@@ -62,7 +62,7 @@ def main() -> None:
                 omni._run(several(ask, 8, 4))
                 for number, listeners in itertools.product(range(args.rounds), args.listeners):
                     for first in FIRST_PARTS if number % 2 else FIRST_PARTS[::-1]:
-                        with mock.patch.object(voice, "FIRST_BESIDE_OTHERS", first):
+                        with mock.patch.object(codec_stream, "FIRST_BESIDE_OTHERS", first):
                             turn = omni._run(several(ask, ANSWERS * listeners, listeners))
                         heard.setdefault((policy, first, listeners), []).append(turn)
     names = ("first p50", "first p95", "silent p50", "p95", "most, ms")

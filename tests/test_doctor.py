@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from dev import pages
-from vllm_omni_ext import environment, patching, resampling
+from vllm_omni_ext import doctor, environment, patching, resampling
 from vllm_omni_ext.compat import PATCHES
 from vllm_omni_ext.doctor import main, packages, vllm_sections
 from vllm_omni_ext.patching.seams import fingerprints, seams, series
@@ -25,6 +25,13 @@ LISTED = {target for package in packages() for group in seams(package).values() 
 KNOWN = {t for package in packages() for group in fingerprints(package, VERSION).values() for t in group}
 SEAMS = sorted(LISTED & KNOWN)
 """Symbols that the installed version has."""
+
+
+@pytest.fixture(autouse=True)
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a test that starts processes imports the names of all families."""
+    if request.node.get_closest_marker("engine") is None:
+        monkeypatch.setattr(doctor, "all_faults", dict)
 
 
 @pytest.fixture

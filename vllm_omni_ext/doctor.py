@@ -6,7 +6,7 @@ import argparse
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from vllm_omni_ext.patching import seams
 from vllm_omni_ext.patching.compare import Difference, differences, other_vllm
 from vllm_omni_ext.patching.seams import CORE, Finding
 from vllm_omni_ext.patching.source import VllmSource
+from vllm_omni_ext.plugins.names import all_faults
 from vllm_omni_ext.plugins.registry import Plugin, families, plugins
 
 PROGRAM = "vllm-omni-ext"
@@ -67,16 +68,22 @@ def measured(package: str, source: VllmSource) -> seams.Fingerprints:
 
 
 def models() -> Section:
-    """Return the findings about the installed model plugins: their architectures, or the error that disables one."""
-    lines = [_model_line(plugin) for plugin in plugins()]
+    """Return the findings about the installed model plugins: their architectures, or the errors in one."""
+    try:
+        faults = all_faults()
+    except RuntimeError as error:
+        return Section("model plugins", (Line("names", False, str(error)),))
+    lines = [_model_line(plugin, faults) for plugin in plugins()]
     missing = Line("all", False, "no model plugin is installed; reinstall vllm-omni-ext")
     return Section("model plugins", tuple(lines or [missing]))
 
 
-def _model_line(plugin: Plugin) -> Line:
+def _model_line(plugin: Plugin, faults: Mapping[str, Sequence[str]]) -> Line:
     family = plugin.family
     if family is None or plugin.error:
         return Line(plugin.name, False, plugin.error)
+    if wrong := faults.get(family.name):
+        return Line(plugin.name, False, "; ".join(wrong), {"from": plugin.distribution})
     served = ", ".join(family.architectures) or "nothing to serve yet"
     details = {"from": plugin.distribution, "pipelines": ", ".join(each.name for each in family.pipelines)}
     return Line(plugin.name, True, served, {key: text for key, text in details.items() if text})

@@ -36,7 +36,7 @@ from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.placement import Settings
 from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import ModelRuntime, Rendered, RequestOptions, RuntimeContext
-from vllm_omni_ext.plugins.spec import make_params, resolve
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, make_params, resolve
 from vllm_omni_ext.pool.stage_pool import StagePool, policy
 from vllm_omni_ext.resampling import use_available
 from vllm_omni_ext.runtime.client.calls import TargetedLLM
@@ -340,7 +340,8 @@ class AsyncOmni(TargetedLLM):
             prompt=request.prompt_token_ids or (), features=request.mm_features or (), scope=cache_scope(request)
         )
         params = request.sampling_params
-        self.admission.admit(ticket, rendered, answers=1 if params is None else params.n)
+        own = params if self.plan.frontend().params_type == SAMPLING_PARAMS else None
+        self.admission.admit(ticket, rendered, answers=1 if params is None else params.n, params=own)
         return ticket
 
     async def _answer(
@@ -377,6 +378,7 @@ class AsyncOmni(TargetedLLM):
         self._refuse_if_draining()
         ticket = self.admission.ticket(None, options)
         self.admission.admit(ticket, rendered)
+        self.admission.refuse_unused(ticket)
         return self._in_time(self._chunks(ticket, request_id))
 
     async def _chunks(self, ticket: Ticket, external_id: str) -> AsyncGenerator[Any, None]:

@@ -50,7 +50,6 @@ DIT = StageSpec(
     engine_defaults=_LIMITS,
     models={"BagelDit": f"{_HERE}.stages.dit:BagelDit"},
     params=f"{_HERE}.requests.payloads:DitParams",
-    payloads=(f"{_HERE}.requests.payloads:Draw",),
     gpu_share=0.65,
 )
 ALL = StageSpec(
@@ -60,7 +59,6 @@ ALL = StageSpec(
     engine_defaults={**_LIMITS, **_TEXT},
     models={"BagelSingle": f"{_HERE}.stages.dit:BagelSingle"},
     params=f"{_HERE}.requests.payloads:DitParams",
-    payloads=(f"{_HERE}.requests.payloads:Draw",),
 )
 
 FAMILY = ModelFamily(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWriter
+from vllm_omni_ext.connectors.codec_stream import CodecError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
@@ -20,7 +21,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
     prefix_keys,
     talker_prompt,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, VocoderStream, VoiceError
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, code2wav_stream
 from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Fail, Finished, Forward, Open, Produced, Recompute
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
@@ -68,7 +69,7 @@ class ReadAloudFlow:
 
     def __init__(self, speech: SpeechPlan, reply: Sequence[int] = (), *, frames: ChunkSchedule) -> None:
         self._speech = speech
-        self._voice = VocoderStream(frames, speech.sample_rate)
+        self._voice = code2wav_stream(frames, speech.sample_rate)
         self._hidden = HiddenStates(speech.parts.multimodal_count)
         self._talk: TalkerInput | None = None
         self._reply = tuple(reply)
@@ -147,7 +148,7 @@ class ReadAloudFlow:
     def _on_code2wav(self, event: Produced) -> list[Action]:
         try:
             piece = self._voice.receive(event)
-        except VoiceError as error:
+        except CodecError as error:
             return [Fail(f"code2wav could not decode the frames: {error}")]
         if piece is None:
             return []

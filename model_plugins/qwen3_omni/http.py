@@ -36,6 +36,7 @@ class Qwen3OmniHttp(HttpSurface):
 
     apis = (SPEECH, REALTIME)
     speech_stage = TALKER
+    speech_fields = ("speed", "sample_rate", "language", *REFUSED)
 
     async def speech(self, body: Any, options: RequestOptions, server: OmniServer) -> Rendered:
         """Return the request that reads the body's text out.

@@ -154,6 +154,25 @@ def test_a_request_that_the_worker_refuses_ends_alone_with_the_reason(scheduler:
     assert "bad" in scheduler.finished_req_ids, "so that the worker forgets it"
 
 
+def test_a_request_that_the_input_provider_ends_stops_with_its_last_output(scheduler: Any) -> None:
+    for name in ("ends", "runs"):
+        scheduler.add_request(opened(name, prompt_positions=SIZE, step_inputs=1))
+    while any(scheduler.requests[name].is_prefill_chunk for name in ("ends", "runs")) or not scheduler.running:
+        output = scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        sampled = [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]
+        runner = runner_output(names, sampled, [torch.ones(1) for _ in names])
+        runner.ended = ["ends"] if [7] in sampled else []
+        outputs = scheduler.update_from_output(output, runner)
+        if "ends" not in scheduler.requests:
+            break
+    (last,) = [each for each in outputs[0].outputs if each.request_id == "ends"]
+    assert (last.finish_reason, last.new_token_ids) == (FinishReason.STOP, [7])
+    assert last.pooling_output.tolist() == [1.0]
+    assert set(scheduler.requests) == {"runs"} == set(scheduler._progress)
+    assert "ends" in scheduler.finished_req_ids
+
+
 @pytest.mark.parametrize("given", [None, "r", ["r", "unknown"]], ids=str)
 def test_a_request_aborted_while_it_waits_for_hidden_states_is_reported(scheduler: Any, given: Any) -> None:
     scheduler.add_request(opened(hidden_spans=((0, 5),)))

@@ -18,6 +18,7 @@ from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.engine import worker
 from vllm_omni_ext.engine.edges import EdgeReceiver, Lost
+from vllm_omni_ext.engine.input_provider import Ended
 from vllm_omni_ext.engine.worker import HiddenStatesExportWorker, StageWorker, StreamingInputWorker
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import ThinkerWorker
@@ -91,6 +92,21 @@ def test_a_request_whose_hidden_states_are_lost_ends_with_an_error(
     feed.execute_model(ended)
     provider.close.assert_called_once_with("r")
     assert not feed._errors
+
+
+def test_the_output_names_the_requests_that_the_input_provider_ends(
+    feed: StreamingInputWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, frame = feed.model_runner.get_model(), torch.ones(2)
+    feed.execute_model(step({}))
+    made = [Ended(frame), Ended(), frame, None]
+    monkeypatch.setattr(model.input_provider, "sampled", lambda req_ids, tokens, hidden: made)
+    sampled = SimpleNamespace(req_ids=list("abcd"), sampled_token_ids=[[1]] * 4, pooler_output=None)
+    monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: sampled)
+    model.sampled_hidden = torch.zeros(4, 1)
+    out = feed.sample_tokens(None)
+    assert out.ended == ["a", "b"]
+    assert out.pooler_output == [frame, None, frame, None]
 
 
 def test_a_stage_without_a_tensor_edge_takes_chunks(feed: StreamingInputWorker) -> None:

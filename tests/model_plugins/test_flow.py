@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.talker_ids import AUDIO, HEADER, IDS, SYSTEM, turn, user
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
+from vllm_omni_ext.connectors.codec_stream import MOST_NEW, FrameLog
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import (
     TALKER,
@@ -30,7 +31,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
     prefix_keys,
     talker_prompt,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV, MOST_NEW, FrameLog
+from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.plugins.flow import (
     Action,
     Emit,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.fakes import Bench, ScriptedFlow, drained, text_request
@@ -216,6 +216,62 @@ class Alone:
 
     def replay(self, stage: str) -> list[Any]:
         return self.begin()
+
+
+class OpensFrontend(Alone):
+    """The flow opens the frontend itself."""
+
+    stages = frozenset({"text"})
+
+    def begin(self) -> list[Any]:
+        return [Open(stage="text", prompt=[7, 7])]
+
+
+async def test_a_flow_that_opens_the_frontend_uses_the_clients_parameters() -> None:
+    desk, extra = Desk(), {"mine": 1}
+    desk.runtime.plan = lambda request, options: Planned(flow=OpensFrontend())  # type: ignore[method-assign]
+    ticket = desk.admission.ticket(None, RequestOptions(modalities=("audio",)))
+    params = SamplingParams(temperature=0.25, max_tokens=9, seed=3, logit_bias={5: 1.0}, extra_args=extra)
+    desk.admission.admit(ticket, RENDERED, params=params)
+    await desk.admission.start(ticket, "r", "external r")
+    (sent,) = desk.bench.of("text/0").added
+    got = sent.sampling_params
+    assert got is not None and got.extra_args is not None
+    assert (got.temperature, got.max_tokens, got.seed, got.logit_bias) == (0.25, 9, 3, {5: 1.0})
+    assert got.extra_args["mine"] == 1 and params.extra_args == extra, "the client's own parameters stay as they are"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", {"stop": ["!"]}),
+        ("logprobs", {"logprobs": 1}),
+        ("prompt_logprobs", {"prompt_logprobs": 1}),
+        ("response_format", {"structured_outputs": StructuredOutputsParams(choice=["a"])}),
+    ],
+)
+def test_parameters_of_text_are_refused_where_the_flow_makes_none(field: str, value: dict[str, Any]) -> None:
+    desk = Desk()
+    desk.runtime.plan = lambda request, options: Planned(flow=OpensFrontend())  # type: ignore[method-assign]
+    ticket = desk.admission.ticket(None, RequestOptions(modalities=("audio",)))
+    with pytest.raises(RequestError, match=f"^{field}: is for text; stage 'text'") as refused:
+        desk.admission.admit(ticket, RENDERED, params=SamplingParams(**value))
+    assert refused.value.parameter == field
+    other = Desk()
+    other.admission.admit(other.admission.ticket(None, TEXT), RENDERED, params=SamplingParams(**value))
+
+
+def test_parameters_of_a_stage_that_a_direct_request_does_not_use_are_refused() -> None:
+    desk = Desk()
+    desk.runtime.plan = lambda request, options: Planned(flow=Alone())  # type: ignore[method-assign]
+    for named in ({"voice"}, {"voice", "sound"}):
+        ticket = desk.admit(Rendered(), RequestOptions(modalities=("audio",), named=frozenset(named)))
+        if "sound" not in named:
+            desk.admission.refuse_unused(ticket)
+            continue
+        with pytest.raises(RequestError, match=r"^sound: this request does not use the stage") as refused:
+            desk.admission.refuse_unused(ticket)
+        assert refused.value.parameter == "sound"
 
 
 async def frontend(*outputs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_omni_ext.errors import OmniError, RequestFailed
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.base import OutputChunk, ProgressChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk, TextChunk
@@ -19,6 +19,7 @@ from vllm_omni_ext.orchestrator.placement import Settings
 from vllm_omni_ext.orchestrator.state import RequestObserver
 from vllm_omni_ext.plugins.flow import (
     Action,
+    Close,
     Emit,
     Fail,
     Forward,
@@ -314,3 +315,113 @@ def test_events_of_unknown_requests_change_nothing() -> None:
         m.DeadlinePassed(),
     ):
         assert machine.send(event) == []
+
+
+# -- ends of one stage, errors of clients, several streams ----------------------------------------------------
+
+
+class Voices:
+    """Each answer of a stream closes the stage of another one; the answer to "done" ends the request."""
+
+    stages = frozenset({"ar", "dit"})
+    outputs = frozenset({"image"})
+
+    def begin(self) -> list[Action]:
+        return [Open(stage="ar", prompt=[1]), Submit(stage="dit", stream="a", last=False), Submit(stage="dit")]
+
+    def handle(self, event: Produced) -> list[Action]:
+        match event.payload:
+            case "close ar":
+                return [Close("ar"), Close("ar")]
+            case "close a":
+                return [Close("dit", "a")]
+            case "again":
+                return [Close("ar"), Open(stage="ar", prompt=[2])]
+            case "done":
+                return [Emit(ImageChunk(pixels=PICTURE.pixels, index=len(event.stream)))]
+        return []
+
+    def replay(self, stage: str) -> list[Action]:
+        return [Submit(stage=stage)] if stage == "dit" else [Open(stage=stage, prompt=[1])]
+
+    def replay_stream(self, stage: str, stream: str) -> list[Action]:
+        return [Submit(stage=stage, stream=stream, last=False)]
+
+
+def test_a_closed_stage_frees_its_request_and_drops_late_outputs() -> None:
+    machine = Machine()
+    machine.open(Voices(), client=False)
+    assert machine.machine.held() == 5, "the request, three bindings, and input that is due"
+    effects = machine.out(DIT, "r/0/0", payload="close ar")
+    assert of(effects, m.AbortEngineRequests) == [m.AbortEngineRequests(AR, ("r/ar",))]
+    assert machine.out(AR, "r/ar", 5) == []
+    effects = machine.out(DIT, "r/0/0", payload="close a")
+    assert of(effects, m.AbortEngineRequests) == [m.AbortEngineRequests(DIT, ("r/stream/a/0/0",))]
+    assert [effect.stream for effect in of(effects, m.SendStreamEnd)] == ["r/stream/a/0"]
+    assert machine.pools["dit"].in_flight(DIT) == 1
+    machine.out(DIT, "r/0/0", payload="done", finish="stop")
+    assert machine.machine.held() == 0
+
+
+def test_a_stage_that_is_closed_and_opened_takes_no_output_of_the_closed_request() -> None:
+    machine = Machine()
+    machine.open(Voices(), client=False)
+    (sent,) = of(machine.out(DIT, "r/0/0", payload="again"), m.SendOpen)
+    assert sent.engine_id != "r/ar"
+    assert machine.out(AR, "r/ar", 5) == []
+    assert of(machine.out(AR, sent.engine_id, 5), m.Accept)
+
+
+def test_each_stream_of_a_stage_is_answered_and_replayed_by_its_name() -> None:
+    machine = Machine(dit=2)
+    machine.open(Voices(), client=False)
+    lost = machine.machine.requests["r"].bindings["dit", "a"].replica
+    assert lost is not None
+    effects = machine.send(m.ReplicaLost(lost, "gone"))
+    assert [effect.stream for effect in of(effects, m.SendPart)] == ["r/stream/a/1"]
+    (again,) = of(effects, m.SendPart)
+    assert machine.out(again.replica, "r/stream/a/0/0", payload="done") == []
+    image, end = items(machine.out(again.replica, "r/stream/a/1/0", payload="done"))
+    assert isinstance(image, ImageChunk) and (image.index, end) == (1, m.END)
+    assert machine.machine.held() == 0
+
+
+def test_a_stage_is_lost_for_a_request_while_one_of_its_streams_is_open() -> None:
+    machine = Machine()
+    machine.open(Voices(), client=False)
+    machine.out(DIT, "r/0/0", finish="stop")
+    (failed,) = errors(machine.send(m.ReplicaLost(DIT, "gone")))
+    assert isinstance(failed, StageUnavailable)
+
+
+def test_a_forwarded_request_cannot_be_closed() -> None:
+    class Closing(ForwardFlow):
+        def begin(self) -> list[Action]:
+            return [*super().begin(), Close("ar")]
+
+    (failed,) = errors(Machine().open(Closing("ar")))
+    assert isinstance(failed, RequestFailed) and "closes stage 'ar'" in str(failed)
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [
+        (Fail("no"), RequestFailed),
+        (Fail("no", status=503), StageUnavailable),
+        (Fail("no", status=400, parameter="input"), RequestError),
+    ],
+)
+def test_a_flow_chooses_the_error_of_its_client(fail: Fail, kind: type[OmniError]) -> None:
+    class Failing(ForwardFlow):
+        def begin(self) -> list[Action]:
+            return [fail]
+
+    (failed,) = errors(Machine().open(Failing("ar")))
+    assert type(failed) is kind and str(failed) == "no"
+    assert getattr(failed, "parameter", "") == fail.parameter
+
+
+@pytest.mark.parametrize(("status", "parameter"), [(404, ""), (500, "input")])
+def test_a_failure_with_another_status_or_a_field_that_is_not_sent_is_refused(status: Any, parameter: str) -> None:
+    with pytest.raises(ValueError, match="status"):
+        Fail("no", status=status, parameter=parameter)

@@ -17,7 +17,7 @@ PAINTER = """
 CANVAS = StageSpec(name="canvas", models={"PainterModel": "painter_models:Canvas"})
 PIPELINE = PipelineSpec(name="painter", stages=(CANVAS,), frontend="canvas", modalities=("image",))
 FAMILY = ModelFamily(
-    name="painter", api_version=1, architectures=("Painter",), pipelines=(PIPELINE,), runtime="painter:Runtime"
+    name="painter", api_version=2, architectures=("Painter",), pipelines=(PIPELINE,), runtime="painter:Runtime"
 )
 """
 

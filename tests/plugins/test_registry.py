@@ -75,11 +75,11 @@ def test_a_plugin_that_cannot_be_loaded_is_named_when_a_model_is_unknown(
     ("old", "new", "why"),
     [
         (
-            "api_version=1",
+            "api_version=2",
             "api_version=7",
-            "is for version 7 of the plugin API, this is version 1; update vllm-omni-ext",
+            "is for version 7 of the plugin API, this is version 2; update vllm-omni-ext",
         ),
-        ("api_version=1", "api_version=0", "is for version 0 of the plugin API, this is version 1; update the plugin"),
+        ("api_version=2", "api_version=0", "is for version 0 of the plugin API, this is version 2; update the plugin"),
         ("stages=(CANVAS,)", "stages=(CANVAS, CANVAS)", "pipeline 'painter': stage 'canvas' is there twice"),
         ('frontend="canvas"', 'frontend="brush"', "pipeline 'painter': 'brush' is not one of its stages: canvas"),
         ('name="canvas"', 'name="can.vas"', "pipeline 'painter': 'can.vas' is not a name for a stage: no dot and"),
@@ -88,6 +88,24 @@ def test_a_plugin_that_cannot_be_loaded_is_named_when_a_model_is_unknown(
             'modalities=("image",)',
             'modalities=("image",), edges=(EdgeSpec("canvas", "frame", "tokens"),)',
             "pipeline 'painter': 'frame' is not one of its stages: canvas",
+        ),
+        (
+            'name="canvas"',
+            'name="canvas", accepts="chunk"',
+            "pipeline 'painter': stage 'canvas': accepts: 'chunk' is not one of requests, chunks, parts",
+        ),
+        *(
+            (
+                "stages=(CANVAS,)",
+                f"stages=(CANVAS, StageSpec(name='frame')), edges=(EdgeSpec('canvas', {edge}),)",
+                f"pipeline 'painter': edge '{why}",
+            )
+            for edge, why in (
+                ("'frame', 'token'", "canvas to frame': kind: 'token' is not one of tokens, tensors, kv"),
+                ("'canvas', 'tokens'", "canvas to canvas': leads from 'canvas' to itself"),
+                ("'frame', 'tokens', chunks=(1,)", "canvas to frame': chunks: need a name, by which users change"),
+                ("'frame', 'tokens', 'f', chunks=(4, -1)", "f': chunks: sizes are positive, or 0 for all; got -1"),
+            )
         ),
         ('runtime="painter:Runtime"', 'runtime=""', "family 'painter' has pipelines, so it needs architectures and a"),
         ("pipelines=", 'seams="a.b:SEAMS", pipelines=', "seams: 'a.b:SEAMS' is not a package with seams.toml"),
@@ -126,17 +144,23 @@ def test_two_packages_that_claim_a_name_are_both_refused(install: Install, chang
 
 
 def test_an_unusable_family_claims_no_names(install: Install) -> None:
-    install("a-painter", PAINTER.replace("api_version=1", "api_version=7"), entry="a_painter")
+    install("a-painter", PAINTER.replace("api_version=2", "api_version=7"), entry="a_painter")
     install("omni-painter")
     assert family_for("Painter") is family_of("painter")
 
 
-def test_the_doctor_lists_usable_and_faulty_plugins(install: Install) -> None:
+def test_the_doctor_lists_usable_and_faulty_plugins(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {"painter": ["runtime: no", "http: no"]}
+    monkeypatch.setattr(doctor, "all_faults", lambda: faults)
     install("omni-painter")
     install("omni-broken", "raise ValueError('no')", entry="broken")
     section = doctor.models()
     assert not section.ok
     lines = {line.name: line for line in section.lines}
+    assert [name for name, line in lines.items() if not line.ok] == ["broken", "painter"]
+    assert lines["painter"].state == "runtime: no; http: no"
+    faults.clear()
+    lines = {line.name: line for line in doctor.models().lines}
     assert [name for name, line in lines.items() if not line.ok] == ["broken"]
     assert lines.keys() == {"bagel", "broken", "painter", "qwen3_omni"}
     assert lines["painter"].state == "Painter"

@@ -30,7 +30,7 @@ PAINTER = StageSpec(
 BOTH = PipelineSpec(name="both", stages=(PAINTER, READER), frontend="reader", modalities=("text", "image"))
 ALONE = PipelineSpec(name="alone", stages=(PAINTER,), frontend="painter", modalities=("image",))
 FAMILY = ModelFamily(
-    name="painter", api_version=1, architectures=("Painter",), pipelines=(BOTH, ALONE), runtime="painter:Runtime",
+    name="painter", api_version=2, architectures=("Painter",), pipelines=(BOTH, ALONE), runtime="painter:Runtime",
 )
 """
 

@@ -107,7 +107,7 @@ def wait_under_way(omni: Any, stage: str, tokens: int = UNDER_WAY, within_s: flo
 
     def look() -> bool:
         for state in list(omni._omni.orchestrator.machine.requests.values()):
-            prompt, talker = state.prompts.get(state.request_id), state.bindings.get("talker")
+            prompt, talker = state.prompts.get(state.request_id), state.bindings.get(("talker", ""))
             if stage == "thinker" and prompt is not None:
                 binding, made, seed = prompt, len(prompt.tokens), state.client.request.sampling_params.seed
             elif stage == "talker" and talker is not None:

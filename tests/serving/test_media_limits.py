@@ -9,12 +9,15 @@ import tracemalloc
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from tests.serving.conftest import asking
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import Limits, OmniConfig
+from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.serving.app import MAX_IMAGE_PIXELS
 from vllm_omni_ext.serving.limits import bodies, media
 
@@ -78,3 +81,28 @@ async def test_any_sample_rate_is_converted_or_refused(app: Any, engine: Scripte
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "messages")
         assert "medium could not be read" in error["message"]
+
+
+async def test_a_plugin_reads_the_sounds_of_a_conversation_and_of_a_field(app: Any) -> None:
+    model, at = app.state.omni_serving_speech.model, 24_000
+    data = sound(48_000).rpartition(",")[2]
+    parts = [
+        {"type": "text", "text": "two sounds"},
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": sound(24_000)}},
+    ]
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": parts}])
+    half, whole = await model.sounds(request.messages, rate=at)
+    assert abs(len(half) - 500) <= 50 and len(whole) == 1000
+    assert half.dtype == whole.dtype == np.float32 and half.ndim == 1
+    assert len(await model.sound(sound(24_000), rate=at, field="ref_audio")) == 1000
+
+
+@pytest.mark.parametrize(
+    "url", [sound(7), sound(2**32 - 1), "data:audio/wav;base64,AAAA", "x", 3, "file:///etc/passwd"]
+)
+async def test_a_sound_that_cannot_be_read_is_refused_with_the_name_of_its_field(app: Any, url: Any) -> None:
+    model = app.state.omni_serving_speech.model
+    with pytest.raises(RequestError, match=r"^ref_audio: ") as refused:
+        await model.sound(url, rate=24_000, field="ref_audio")
+    assert refused.value.parameter == "ref_audio"

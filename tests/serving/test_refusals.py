@@ -43,6 +43,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "beam search": ({"use_beam_search": True}, "use_beam_search", "modalities"),
     "talker type": ({"talker": 3}, "talker", "temperature"),
     "talker key": ({"talker": {"heat": 1}}, "talker.heat", "temperature"),
+    "frontend key": ({"thinker": {"heat": 1}}, "thinker.heat", "temperature"),
+    "frontend value": ({"thinker": {"top_p": 7}}, "thinker.top_p", "top_p"),
+    "frontend twice": ({"thinker": {"top_k": 1}, "top_k": 1}, "thinker.top_k", "set twice, also as 'top_k'"),
     "parameters of a stage without any": ({"code2wav": {"temperature": 1.0}}, "code2wav", "takes no parameters"),
     "talker flag": ({"talker": {"temperature": True}}, "talker.temperature", "number"),
     "talker max_tokens": ({"talker": {"max_tokens": 0}}, "talker.max_tokens", "max_tokens"),
@@ -211,4 +214,4 @@ async def test_the_page_of_the_api_has_the_fields_of_the_chat(app: Any) -> None:
     assert fields["modalities"]["items"]["enum"] == ["text", "audio"]
     assert {"min_p", "seed", "top_k"} <= fields["talker"]["properties"].keys()
     assert {"messages", "audio", "voice", "audio_in_content", "sampling_params_list", "chunks"} <= fields.keys()
-    assert "thinker" not in fields, "its parameters are fields of the request itself"
+    assert "temperature" in fields["thinker"]["properties"]

@@ -86,6 +86,17 @@ async def test_parameters_of_stages_in_order_of_precedence(
     assert engine.calls[2].options.params == {}
 
 
+async def test_parameters_of_the_frontend_in_a_field_of_its_name(
+    client: openai.AsyncOpenAI, engine: ScriptedOmni
+) -> None:
+    engine.script = TWO_PIECES
+    listed = [{"temperature": 0.75, "top_p": 0.625}]
+    named = {"temperature": 0.5, "max_tokens": 6, "seed": 3, "stop": ["!"]}
+    await ask(client, seed=7, extra_body={"thinker": named, "sampling_params_list": listed})
+    text = engine.calls[0].params
+    assert (text.temperature, text.top_p, text.max_tokens, text.seed, text.stop) == (0.5, 0.625, 6, 3, ["!"])
+
+
 async def test_sound_alone_has_no_content(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
     engine.script, body = TWO_PIECES, {"audio": {"voice": "Ethan", "format": "pcm16"}}
     for extra in (body, {"audio": {"format": "pcm16"}, "voice": "Ethan"}, {"audio": None, "speaker": "Ethan"}):

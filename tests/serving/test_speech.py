@@ -17,6 +17,7 @@ from tests.serving.conftest import MODEL, asking, disconnect
 from tests.support.scripted import RATE, ScriptedOmni, sound
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.modalities.sound import pcm16
+from vllm_omni_ext.serving.speech import OF_FAMILIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -123,6 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "rate": ({"sample_rate": 16_000}, "sample_rate", "24000"),
     "language": ({"language": "French"}, "language", "auto"),
     "stream format": ({"stream_format": "websocket"}, "stream_format", "sse, audio"),
+    "unknown": ({"vioce": "ethan"}, "vioce", "unknown to /v1/audio/speech"),
     "type": ({"input": 3}, "body.input", "string"),
     "frames": ({"max_new_tokens": 0}, "body.max_new_tokens", "1"),
     "chunks": ({"chunks": 3}, "chunks", "object"),
@@ -141,6 +143,20 @@ async def test_a_wrong_field_is_refused_and_counted(
     assert (response.status_code, error["code"], error["param"]) == (400, 400, parameter)
     assert said in error["message"]
     assert engine.calls == [] and counted == ["RequestError"]
+
+
+@pytest.mark.parametrize("name", [name for name in OF_FAMILIES if name not in ("voice", "speaker")])
+async def test_fields_that_a_family_does_not_read_are_refused(
+    app: Any, engine: ScriptedOmni, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surface = app.state.omni_serving_speech.model.surface
+    monkeypatch.setattr(type(surface), "speech_fields", ())
+    engine.script = PIECES
+    response = await post(app, **{name: 2 if name in ("speed", "sample_rate") else "x"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, name)
+    assert error["message"] == f"{name}: is not available with this model"
+    assert (await post(app, **{name: OF_FAMILIES[name]})).status_code == 200
 
 
 FAILURES: dict[OmniError, int] = {

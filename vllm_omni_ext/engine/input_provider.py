@@ -33,6 +33,17 @@ def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
     return [Span(req_id, starts[req_id], step.num_scheduled_tokens[req_id]) for req_id in order]
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last output of a request that its `InputProvider` ends; the scheduler ends it with the reason "stop".
+
+    Attributes:
+        output: the request's output tensor; None for no output.
+    """
+
+    output: torch.Tensor | None = None
+
+
 class InputProvider(Protocol):
     """Computes the input embeddings and the outputs of a stage's requests, in the worker, for both model runners.
 
@@ -74,10 +85,14 @@ class InputProvider(Protocol):
 
     def sampled(
         self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: torch.Tensor
-    ) -> list[torch.Tensor | None]:
+    ) -> Sequence[torch.Tensor | Ended | None]:
         """Return the output tensor of each request for its sampled tokens, or None for no output.
 
-        Row i of `hidden` [requests, hidden] belongs to request i.
+        An `Ended` ends the request after this step, whatever the sampled token is. A request of which this step has
+        computed only a part of the prompt has no sampled token. With tensor parallelism each rank must return the same.
+
+        Args:
+            hidden: row i of [requests, hidden] belongs to request i.
         """
 
 

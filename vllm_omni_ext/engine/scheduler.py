@@ -155,10 +155,14 @@ class StreamingInput(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Update as vLLM does; a request for which the worker returns a `StageError` ends with that error."""
+        """Update as vLLM does; end requests that the worker has ended, or for which it returns a `StageError`."""
         self._cache_blocks(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        ended = frozenset(getattr(model_runner_output, "ended", ()))
         for each in chain.from_iterable(group.outputs for group in outputs.values()):
+            if each.request_id in ended and each.finish_reason is None:
+                self.finish_requests(each.request_id, RequestStatus.FINISHED_STOPPED)
+                each.finish_reason = FinishReason.STOP
             if each.pooling_output is not None and isinstance(unpack(each.pooling_output), StageError):
                 self.finish_requests(each.request_id, RequestStatus.FINISHED_ERROR)
                 each.finish_reason = FinishReason.ERROR

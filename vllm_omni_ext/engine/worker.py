@@ -31,7 +31,7 @@ from vllm_omni_ext.engine.alone import alone
 from vllm_omni_ext.engine.edges import Lost, edge_receiver, edge_sender
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import ExportedSlice, Exporter
-from vllm_omni_ext.engine.input_provider import StreamingInputModel, spans_of
+from vllm_omni_ext.engine.input_provider import Ended, StreamingInputModel, spans_of
 from vllm_omni_ext.engine.kept_exports import KeptHiddenStates, StepChanges
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
@@ -470,5 +470,8 @@ class StreamingInputWorker(StageWorker):
         model = self._model
         assert model.sampled_hidden is not None, "a step that samples has computed logits"
         made = model.input_provider.sampled(out.req_ids, out.sampled_token_ids, model.sampled_hidden)
-        made_by = {r: t for r, t in zip(out.req_ids, made, strict=True) if t is not None}
+        by_request = dict(zip(out.req_ids, made, strict=True))
+        out.ended = [r for r, each in by_request.items() if isinstance(each, Ended)]
+        tensors = {r: each.output if isinstance(each, Ended) else each for r, each in by_request.items()}
+        made_by = {r: tensor for r, tensor in tensors.items() if tensor is not None}
         return with_outputs(out, made_by | {r: self._errors[r] for r in out.req_ids if r in self._errors})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_omni_ext.config.checks import modality_names
@@ -22,6 +22,14 @@ from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.plugins.flow import Action, Forward, ForwardFlow
 from vllm_omni_ext.plugins.runtime import ModelRuntime, Planned, Rendered, RequestOptions
 from vllm_omni_ext.wire.stage_input import RESERVED, TICKET
+
+TEXT_OPTIONS = {
+    "stop": "stop",
+    "logprobs": "logprobs",
+    "prompt_logprobs": "prompt_logprobs",
+    "response_format": "structured_outputs",
+}
+"""Fields of requests whose values vLLM uses with the text of the frontend only: attribute of `SamplingParams`."""
 
 
 @dataclass(kw_only=True)
@@ -127,14 +135,24 @@ class Admission:
             return Ticket(options=options)
         return announced or Ticket(options=self._default)
 
-    def admit(self, ticket: Ticket, request: Rendered, *, answers: int = 1) -> None:
+    def admit(
+        self, ticket: Ticket, request: Rendered, *, answers: int = 1, params: SamplingParams | None = None
+    ) -> None:
         """Check and plan a request, and store the plan in its ticket; called once per request.
+
+        Args:
+            answers: number of answers (`n`).
+            params: the client's parameters for the frontend; None if the frontend takes others, or the request has no
+                prompt for it.
 
         Raises:
             RequestError: the request cannot be served.
             StageUnavailable: a stage that the request needs has no live replica.
         """
         self._check_media(request)
+        if params is not None:
+            by_stage = {**ticket.options.params, self._frontend: params}
+            ticket.options = replace(ticket.options, params=by_stage)
         planned = self._runtime.plan(request, ticket.options)
         self._orchestrator.require(planned.flow)
         alone = isinstance(planned.flow, ForwardFlow)
@@ -142,7 +160,19 @@ class Admission:
             requested = ", ".join(ticket.options.modalities)
             raise RequestError(f"n: must be 1 when {requested} is requested", parameter="n")
         ticket.planned, ticket.actions = planned, tuple(planned.flow.begin())
+        if params is not None and not ticket.forwarded and self._frontend in planned.flow.stages:
+            _refuse_text_options(params, self._frontend)
         ticket.sink = None if alone else asyncio.Queue()
+
+    def refuse_unused(self, ticket: Ticket) -> None:
+        """Refuse parameters that a field named after a stage sets if the planned request does not use the stage.
+
+        Raises:
+            RequestError: names the field.
+        """
+        assert ticket.planned is not None, "the request was admitted"
+        for stage in sorted(ticket.options.named - ticket.planned.flow.stages):
+            raise RequestError(f"{stage}: this request does not use the stage", parameter=stage)
 
     def _check_media(self, request: Rendered) -> None:
         if self._max_media_tokens is None:
@@ -200,3 +230,14 @@ class Admission:
                 watch=ticket.watch,
             )
         )
+
+
+def _refuse_text_options(params: SamplingParams, stage: str) -> None:
+    """Refuse parameters that need the frontend's text, for a request whose flow opens the frontend itself.
+
+    Raises:
+        RequestError: names the parameter, as a field of `/v1/chat/completions`.
+    """
+    for field, attribute in TEXT_OPTIONS.items():
+        if getattr(params, attribute) not in (None, [], ""):
+            raise RequestError(f"{field}: is for text; stage '{stage}' makes no text of this request", parameter=field)

@@ -113,7 +113,7 @@ class EngineRequests:
     def _opening(self, send: m.SendOpen) -> EngineCoreRequest:
         action, budget = send.action, send.budget
         params, own = self._parameters(action.stage, send.params)
-        params.extra_args = {INPUT: _stage_input(action, own)}
+        params.extra_args = {**(params.extra_args or {}), INPUT: _stage_input(action, own)}
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
         if budget is not None:
@@ -152,7 +152,7 @@ class EngineRequests:
             pooling = PoolingParams(task=action.pooling_task, extra_kwargs=header.as_extra())  # type: ignore[arg-type]
             return _request(engine_id, prompt, pooling=pooling, features=features, priority=self._priority(action))
         params, own = self._parameters(action.stage, given)
-        params.extra_args = {PART: msgspec.structs.replace(header, params=own).as_extra()}
+        params.extra_args = {**(params.extra_args or {}), PART: msgspec.structs.replace(header, params=own).as_extra()}
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
         return _request(engine_id, prompt, sampling=params, features=features, priority=self._priority(action))

@@ -22,6 +22,7 @@ from vllm_omni_ext.orchestrator.router import PromptRouter
 from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestObserver, RequestState
 from vllm_omni_ext.plugins.flow import (
     Action,
+    Close,
     Emit,
     Extend,
     Fail,
@@ -33,6 +34,7 @@ from vllm_omni_ext.plugins.flow import (
     Produced,
     Progress,
     Recompute,
+    StreamsFlow,
     Submit,
 )
 from vllm_omni_ext.pool.stage_pool import StagePool
@@ -166,14 +168,19 @@ class RequestMachine:
             if part is None or part.last or finish != "stop":
                 binding.part = None
                 self.placement.release(binding)
-                state.done.add(stage)
+                self._done(state, stage)
             else:
                 self.placement.unroute(binding, event.engine_id)
         self._keep(state, event)
         number, load = None if part is None else part.part, self.placement.pools[stage].load(event.replica)
-        self._decide(
-            state, stage, Produced(stage, event.tokens, event.payload, finish, number, self.placement.now, load)
-        )
+        now, stream = self.placement.now, binding.stream_name
+        self._decide(state, stage, Produced(stage, event.tokens, event.payload, finish, number, now, load, stream))
+
+    def _done(self, state: RequestState, stage: str) -> None:
+        """Record that a stage has ended a request, unless it still has a stream of the request."""
+        streams = (binding for binding in state.bindings.values() if binding.stage == stage)
+        if not any(binding.replica is not None or binding.waiting_since is not None for binding in streams):
+            state.done.add(stage)
 
     def _prompt_output(self, prompt: Prompt, event: m.Output) -> None:
         state, frontend, now = prompt.state, self.settings.frontend, self.placement.now
@@ -244,7 +251,7 @@ class RequestMachine:
                     if chunk.last:
                         state.open_outputs.discard(chunk.modality)
                 case Fail():
-                    self._fail(state, source or "", RequestFailed(action.message))
+                    self._fail(state, source or "", _failure(action))
                 case Finished():
                     self._finish_flow(state)
                 case Progress(stage, done, total):
@@ -260,7 +267,7 @@ class RequestMachine:
         self._out(m.ToCaller(state.sink, chunk))
 
     def _stage_action(
-        self, state: RequestState, source: str | None, action: Forward | Open | Extend | Submit | Recompute
+        self, state: RequestState, source: str | None, action: Forward | Open | Extend | Submit | Recompute | Close
     ) -> None:
         stage = self._planned(action.stage)
         if action.stage not in state.flow.stages or stage not in self.placement.pools:
@@ -273,6 +280,8 @@ class RequestMachine:
                     self._extend(state, source, stage, action)
                 case Submit():
                     self._submit(state, source, stage, action)
+                case Close():
+                    self._close(state, stage, action.stream)
                 case _:
                     self._start_prompt(state, stage, recompute=isinstance(action, Recompute))
         except StageUnavailable as error:
@@ -288,12 +297,13 @@ class RequestMachine:
         state.prompts[name] = prompt = Prompt(state, stage, name, recompute=recompute)
         self.router.begin(prompt)
 
-    def _binding(self, state: RequestState, source: str | None, stage: str) -> Binding:
-        if stage not in state.bindings:
+    def _binding(self, state: RequestState, source: str | None, stage: str, stream: str = "") -> Binding:
+        if (stage, stream) not in state.bindings:
             # In the frontend, the client's own request has the plain request id as its name.
             name = f"{state.request_id}/{stage}" if stage in self.router.stages else state.request_id
-            state.bindings[stage] = Binding(state, stage, name, source=source)
-        return state.bindings[stage]
+            name = f"{name}/stream/{stream}" if stream else name
+            state.bindings[stage, stream] = Binding(state, stage, name, source=source, stream_name=stream)
+        return state.bindings[stage, stream]
 
     def _open(self, state: RequestState, source: str | None, stage: str, action: Open) -> None:
         self._check_length(stage, len(action.prompt) + 1)
@@ -321,7 +331,7 @@ class RequestMachine:
             raise RequestError(f"{message}; its limit (max_model_len) is {limit}", parameter=stage)
 
     def _extend(self, state: RequestState, source: str | None, stage: str, action: Extend) -> None:
-        binding = state.bindings.get(stage)
+        binding = state.bindings.get((stage, ""))
         if binding is None or binding.replica is None:
             return  # the stage has ended the request, or a pending open will include the chunk
         self.placement.input_sent(binding, last=action.last)
@@ -330,7 +340,7 @@ class RequestMachine:
 
     def _submit(self, state: RequestState, source: str | None, stage: str, action: Submit) -> None:
         self._check_length(stage, len(action.prompt) + (action.pooling_task is None))
-        binding = self._binding(state, source, stage)
+        binding = self._binding(state, source, stage, action.stream)
         if action.part == 0:
             for engine_id in tuple(binding.engine_ids):  # parts of an earlier stream
                 self.placement.unroute(binding, engine_id)
@@ -348,6 +358,15 @@ class RequestMachine:
         self._observer.sent(state.trace, source, replica, action.prompt or action.payload)
         params = _params(state, action)
         self._out(m.SendPart(replica, state.request_id, engine_id, stream=stream, action=action, params=params))
+
+    def _close(self, state: RequestState, stage: str, stream: str) -> None:
+        binding = state.bindings.get((stage, stream))
+        if binding is not None:
+            self._withdraw(binding)
+            binding.name += "/reopened"  # a request that is opened later must not get late outputs of this one
+            self._done(state, stage)
+        elif any(prompt.stage == stage for prompt in state.prompts.values()):
+            raise RequestFailed(f"the flow closes stage '{stage}', to which the client's own request was forwarded")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -526,7 +545,7 @@ class RequestMachine:
             if isinstance(binding, Prompt):
                 self._begin_again(binding)
             else:
-                self._perform(state, binding.source, state.flow.replay(self._model_stage(stage)))
+                self._perform(state, binding.source, self._replay(binding))
         except StageUnavailable as error:
             self._fail(state, stage, StageUnavailable(f"{reason}; {error}"))
         except Exception as error:  # the other requests must still be placed
@@ -534,10 +553,27 @@ class RequestMachine:
             failure.__cause__ = error
             self._fail(state, stage, failure)
 
+    def _replay(self, binding: Binding) -> Sequence[Action]:
+        flow, stage = binding.state.flow, self._model_stage(binding.stage)
+        if not binding.stream_name:
+            return flow.replay(stage)
+        streams: StreamsFlow = flow  # type: ignore[assignment]
+        return streams.replay_stream(stage, binding.stream_name)
+
     def _begin_again(self, prompt: Prompt) -> None:
         if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
         self.router.begin(prompt)
+
+
+def _failure(action: Fail) -> OmniError:
+    match action.status:
+        case 400:
+            return RequestError(action.message, parameter=action.parameter)
+        case 503:
+            return StageUnavailable(action.message)
+        case _:
+            return RequestFailed(action.message)
 
 
 def _params(state: RequestState, action: Open | Submit) -> Any:

@@ -31,7 +31,8 @@ class Binding:
         source: the stage that its input comes from; None: the client.
         input_due_since: time of its last input while more input is due; None: no input is due.
         replays: number of failovers.
-        streams: number of streams that were started.
+        stream_name: name of its stream in the flow (`Submit.stream`).
+        streams: number of attempts of its stream: a failover starts another one.
         part: the last part that was sent to the open stream; None without one.
         losses: number of replicas that were lost while they had the request, by stage of the plan.
         trial: number of outputs for which the request remains the only suspect on its replica (see `placement`);
@@ -47,6 +48,7 @@ class Binding:
     source: str | None = None
     input_due_since: float | None = None
     replays: int = 0
+    stream_name: str = ""
     streams: int = 0
     part: Submit | None = None
     losses: dict[str, int] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Binding:
 
     @property
     def stream(self) -> str:
-        """Name of the stream that was started last."""
+        """Name of the stream's last attempt in engines."""
         return f"{self.name}/{self.streams - 1}"
 
 
@@ -101,7 +103,7 @@ class RequestState:
     """The state of one request in all stages.
 
     Attributes:
-        bindings: the replica and engine request of each stage that the flow has opened, by stage.
+        bindings: the replica and engine request of each stage that the flow has opened, by stage and name of stream.
         prompts: requests in the stage that writes text: the client's, under the request's id, and repeated prefills.
         forwarded: the flow sends the client's request to the frontend.
         stages_seen: stages that have returned an output for the request.
@@ -120,7 +122,7 @@ class RequestState:
     client: ClientRequest | None
     budgets: Mapping[str, int]
     open_outputs: set[str]
-    bindings: dict[str, Binding] = field(default_factory=dict)
+    bindings: dict[tuple[str, str], Binding] = field(default_factory=dict)
     prompts: dict[str, Prompt] = field(default_factory=dict)
     stages_seen: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)

@@ -16,6 +16,8 @@ import msgspec
 from vllm_omni_ext.modalities.base import OutputChunk
 
 Finish = Literal["stop", "length", "abort", "error", "repetition"]
+FAILURES = (400, 500, 503)
+"""Values of `Fail.status`."""
 
 
 @dataclass(slots=True)  # not frozen: each step of each request creates one, and a frozen one takes twice as long
@@ -30,6 +32,7 @@ class Produced:
             tensor.
         finish: the reason that the request (or the part of a stream) has ended in the stage; None while it continues.
         part: the part of a stream that this output belongs to (see `Submit`); None for other stages.
+        stream: name of that stream (see `Submit`).
         at: time of the output, in seconds of a monotonic clock.
         load: estimated number of requests on the replica that made the output, this one included; 0 for the frontend.
     """
@@ -41,6 +44,7 @@ class Produced:
     part: int | None = None
     at: float = field(default=0.0, compare=False)
     load: float = field(default=0.0, compare=False)
+    stream: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,11 @@ class Submit:
     A stage may return several outputs for a part; the last one has a finish reason. The stage keeps state between the
     parts of a stream, so all parts are sent to the same replica.
 
+    A part may be submitted before the stage has answered the part before it. A request may have several streams in a
+    stage, which may be on different replicas; their flow implements `StreamsFlow`.
+
     Attributes:
+        stream: name of the stream in this request and stage; "" = the only one.
         part: number of the part in the stream. Part 0 starts the stream, also after the loss of its replica.
         prompt: token ids of the part; may be empty.
         payload: the plugin's message for the stage.
@@ -131,6 +139,7 @@ class Submit:
     """
 
     stage: str
+    stream: str = ""
     part: int = 0
     prompt: Sequence[int] = ()
     payload: msgspec.Struct | None = None
@@ -168,10 +177,42 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Close:
+    """End the request in one stage, which frees its state there; nothing happens if the stage has ended it already.
+
+    Outputs that the stage makes meanwhile are dropped, also those of parts that were submitted. A forwarded request
+    cannot be closed.
+
+    Attributes:
+        stream: name of the stream to end (see `Submit`).
+    """
+
+    stage: str
+    stream: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Fail:
-    """End the request in all stages, with an error for the client."""
+    """End the request in all stages, with an error for the client.
+
+    Attributes:
+        status: HTTP status. 400: the request is wrong, `LLM` raises RequestError. 500: the stage could not finish it,
+            RequestFailed. 503: a later attempt may succeed, StageUnavailable.
+        parameter: name of the wrong field, for status 400 only.
+
+    Raises:
+        ValueError: another status, or a parameter without status 400.
+    """
 
     message: str
+    status: Literal[400, 500, 503] = 500
+    parameter: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in FAILURES:
+            raise ValueError(f"status: must be one of {', '.join(map(str, FAILURES))}, got {self.status}")
+        if self.parameter and self.status != 400:
+            raise ValueError(f"parameter: '{self.parameter}' needs status 400, got {self.status}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +220,7 @@ class Finished:
     """End the flow: release the request's resources in all stages but the frontend."""
 
 
-Action = Forward | Open | Extend | Submit | Recompute | Emit | Progress | Fail | Finished
+Action = Forward | Open | Extend | Submit | Recompute | Close | Emit | Progress | Fail | Finished
 
 
 class Flow(Protocol):
@@ -200,6 +241,16 @@ class Flow(Protocol):
 
     def replay(self, stage: str) -> list[Action]:
         """Return the actions that open the request again in a stage whose replica was lost, with all input so far."""
+
+
+class StreamsFlow(Flow, Protocol):
+    """A flow with named streams (`Submit.stream`)."""
+
+    def replay_stream(self, stage: str, stream: str) -> list[Action]:
+        """Return the actions that restart a named stream whose replica was lost, with all input so far.
+
+        For the stream "" the core calls `replay`.
+        """
 
 
 class ForwardFlow:

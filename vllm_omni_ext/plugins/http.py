@@ -41,6 +41,15 @@ class OmniServer(Protocol):
     async def images(self, messages: Sequence[Any]) -> list[Any]:
         """Return the pictures of a conversation as PIL images, in order; the server's limits for media apply."""
 
+    async def sounds(self, messages: Sequence[Any], *, rate: int) -> list[Any]:
+        """Return the sounds of a conversation as float32 arrays [samples], mono, at `rate` Hz, in order.
+
+        The server's limits for media apply. RequestError: a sound cannot be read.
+        """
+
+    async def sound(self, url: str, *, rate: int, field: str) -> Any:
+        """Return the sound at a URL (also a `data:` URL) as `sounds` does; `field` is the request field of the URL."""
+
 
 class HttpSurface:
     """Base class, and the default: chat with the fields of the modalities and of the runtime, without further APIs."""
@@ -50,6 +59,11 @@ class HttpSurface:
 
     speech_stage: str = ""
     """The stage whose tokens `max_new_tokens` of `/v1/audio/speech` limits; "" = the field is refused."""
+
+    speech_fields: tuple[str, ...] = ()
+    """Optional fields of `/v1/audio/speech` that `speech` reads: `speed`, `instructions`, `ref_audio`, `ref_text`,
+    `sample_rate`, `language`. The core refuses the others, except those of `ModelRuntime.fields` and a speed of 1.
+    `voice` and `speaker` are refused unless they are among `ModelRuntime.fields`."""
 
     async def chat_options(self, options: RequestOptions, body: Any, server: OmniServer) -> RequestOptions:
         """Return the options of a chat request; `options` are those that the core has read from the body.

@@ -9,7 +9,7 @@ from importlib import metadata, resources
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.spec import API_VERSION, ENTRY_POINTS, ModelFamily, PipelineSpec
+from vllm_omni_ext.plugins.spec import ACCEPTS, API_VERSION, EDGES, ENTRY_POINTS, EdgeSpec, ModelFamily, PipelineSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,22 @@ def _pipeline_fault(pipeline: PipelineSpec) -> str:
         return f"'{unknown}' is not one of its stages: {', '.join(stages)}"
     if twice := _repeated([edge.name for edge in pipeline.edges if edge.name]):
         return f"edge '{twice}' is there twice"
+    for stage in pipeline.stages:
+        if stage.accepts not in ACCEPTS:
+            return f"stage '{stage.name}': accepts: '{stage.accepts}' is not one of {', '.join(ACCEPTS)}"
+    return next((why for edge in pipeline.edges if (why := _edge_fault(edge))), "")
+
+
+def _edge_fault(edge: EdgeSpec) -> str:
+    where = f"edge '{edge.name or f'{edge.source} to {edge.target}'}'"
+    if edge.kind not in EDGES:
+        return f"{where}: kind: '{edge.kind}' is not one of {', '.join(EDGES)}"
+    if edge.source == edge.target:
+        return f"{where}: leads from '{edge.source}' to itself"
+    if edge.chunks and not edge.name:
+        return f"{where}: chunks: need a name, by which users change them"
+    if wrong := [size for size in edge.chunks if not isinstance(size, int) or size < 0]:
+        return f"{where}: chunks: sizes are positive, or 0 for all; got {wrong[0]}"
     return ""
 
 

@@ -17,8 +17,11 @@ class RequestOptions:
 
     Attributes:
         modalities: modalities of the answer, e.g. ("text", "audio").
-        params: parameters by stage, for stages other than the frontend: vLLM `SamplingParams`, or the stage's own type.
-            A missing stage uses its configured parameters.
+        params: parameters by stage: vLLM `SamplingParams`, or the stage's own type. A missing stage uses its configured
+            parameters. In `plan`, those of a frontend that takes `SamplingParams` are the client's, with the defaults
+            of vLLM and the stage config, for each request that has a prompt for the frontend: the core uses them if
+            the flow opens the frontend without parameters of its own.
+        named: stages whose parameters are in a field of the body with the stage's name.
         chunks: sizes of successive chunks by edge, or "all", and "adaptive"; missing entries are as configured.
         fields: values of the request fields that the plugin declares (`ModelRuntime.fields`), by name; a field that
             the request does not set is missing.
@@ -34,6 +37,7 @@ class RequestOptions:
     fields: Mapping[str, Any] = field(default_factory=dict)
     in_blocks: bool = False
     ahead_of: tuple[str, ...] | None = None
+    named: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

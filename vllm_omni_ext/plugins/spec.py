@@ -11,14 +11,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from vllm_omni_ext.errors import ConfigError
 
-API_VERSION = 1
-"""Version of the interface for plugins; a family with another version is refused when it is loaded."""
+API_VERSION = 2
+"""Version of the interface for plugins; a family with another version is refused when it is loaded.
+
+A plugin outside this package declares the number for which it was written (`ModelFamily(api_version=2, ...)`), not this
+constant: the constant is that of the installed package. docs/writing-a-model-plugin.md has the changes of each version.
+"""
 
 ENTRY_POINTS = "vllm_omni_ext.models"
 """Entry-point group of model families."""
@@ -30,6 +34,8 @@ SAMPLING_PARAMS = "vllm.sampling_params:SamplingParams"
 """Type of a stage's parameters unless the stage declares its own."""
 
 Accepts = Literal["requests", "chunks", "parts"]
+EdgeKind = Literal["tokens", "tensors", "kv"]
+ACCEPTS, EDGES = get_args(Accepts), get_args(EdgeKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,6 @@ class StageSpec:
         params: "pkg.mod:attr" of the type of the stage's parameters: vLLM's `SamplingParams`, or a frozen
             `msgspec.Struct` of the plugin (e.g. the number of denoise steps).
         defaults: fields of `params`; a user overrides them with `stages.<name>.params`.
-        payloads: "pkg.mod:attr" of the `msgspec.Struct`s that the flow sends to the stage.
         splittable: another stage may compute this stage's prompts (prefill/decode disaggregation).
         cpu_kv_bytes: default KV cache bytes of a replica on a CPU machine; 0 = no KV cache.
         gpu_share: a replica's share of a CUDA device's memory, relative to other replicas on the device; used when the
@@ -70,7 +75,6 @@ class StageSpec:
     models: Mapping[str, str] = field(default_factory=dict)
     params: str = SAMPLING_PARAMS
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    payloads: tuple[str, ...] = ()
     splittable: bool = False
     cpu_kv_bytes: int = 0
     gpu_share: float = 1.0
@@ -95,7 +99,7 @@ class EdgeSpec:
 
     source: str
     target: str
-    kind: Literal["tokens", "tensors", "kv"]
+    kind: EdgeKind
     name: str = ""
     chunks: tuple[int, ...] = ()
 

@@ -31,7 +31,7 @@ from vllm_omni_ext.serving.chat import METRICS, OmniServingChat
 from vllm_omni_ext.serving.keys import guard_all_routes, has_keys
 from vllm_omni_ext.serving.limits import media, texts, validation, video
 from vllm_omni_ext.serving.limits.bodies import RefusedBody, RequestLimits, refused_handler
-from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, named_stages, stage_param_names
+from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, stage_param_names
 from vllm_omni_ext.serving.playground import routes as playground
 from vllm_omni_ext.serving.responses import omni_error_handler
 from vllm_omni_ext.serving.served import ServedModel
@@ -200,7 +200,7 @@ def chat_fields(model: ServedModel) -> dict[str, Any]:
         METRICS: {"type": "boolean"},
         LIST: {"type": "array", "items": {"type": "object"}},
     }
-    for stage in named_stages(model.omni.plan):
+    for stage in model.omni.plan.model_stages():
         parameters: dict[str, Any] = {name: {} for name in sorted(stage_param_names(stage))}
         if parameters:
             fields[stage.model_stage] = {"type": "object", "properties": parameters, "additionalProperties": False}

@@ -158,17 +158,7 @@ def from_keywords(
     return options
 
 
-def named_stages(plan: Plan) -> list[StagePlan]:
-    """Return the stages whose parameters a request sets in a field named after the stage.
-
-    The frontend is not included if it takes vLLM's sampling parameters: vLLM reads those from the request itself.
-    """
-    frontend = plan.frontend().model_stage
-    stages = plan.model_stages()
-    return [stage for stage in stages if stage.model_stage != frontend or stage.params_type != SAMPLING_PARAMS]
-
-
-def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
+def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None, chat: bool = False) -> dict[str, Any]:
     """Return the parameters, of the stage's own type, of each stage for which the request sets a parameter.
 
     A field named after the stage has precedence over the stage's entry in `sampling_params_list`, and the entry has
@@ -177,14 +167,18 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None) -> dic
     Args:
         body: fields of the request that vLLM does not read, among them the fields named after stages.
         seed: the request's `seed`.
+        chat: vLLM makes the frontend's sampling parameters of the request's own fields (see `apply_to_frontend`), so
+            they are not in the result.
 
     Raises:
         RequestError: a parameter is invalid; the error names it, e.g. `talker.top_k`, `sampling_params_list[1].top_k`.
     """
     listed = _read_list(plan, body.get(LIST))
     found: dict[str, Any] = {}
-    for stage in named_stages(plan):
+    for stage in plan.model_stages():
         name, names = stage.model_stage, stage_param_names(stage)
+        if chat and is_sampled_frontend(plan, stage):
+            continue
         if not names:
             _refuse_params(name, body.get(name))
             continue
@@ -220,21 +214,36 @@ def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -
     return _build(name, stage, configured, _check_types(name, dict(params), stage, FRONTEND_SAMPLING))
 
 
+def is_sampled_frontend(plan: Plan, stage: StagePlan) -> bool:
+    """Return whether a stage is the frontend and takes vLLM's sampling parameters."""
+    return stage.model_stage == plan.frontend().model_stage and stage.params_type == SAMPLING_PARAMS
+
+
 def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
     """Copy the frontend's parameters into the request, in place.
 
-    They are taken from `sampling_params_list`, then from the stage config. Fields that the request sets do not change.
+    They are taken from the field named after the frontend, then from the request's own fields, from
+    `sampling_params_list`, and from the stage config.
 
     Raises:
-        RequestError: a parameter in the list is invalid; the error names it.
+        RequestError: a parameter is invalid, or is in the field named after the frontend and in one of its own, except
+            `seed`; the error names it.
     """
-    frontend = plan.frontend()
-    requested = _read_list(plan, (request.model_extra or {}).get(LIST)).get(frontend.model_stage, {})
-    _build(frontend.model_stage, frontend, {}, requested)
+    frontend, extra = plan.frontend(), request.model_extra or {}
+    name = frontend.model_stage
+    listed = _read_list(plan, extra.get(LIST)).get(name, {})
+    named: Values = {}
+    if is_sampled_frontend(plan, frontend):
+        named = _check_types(name, extra.get(name), frontend, FRONTEND_SAMPLING)
+    _build(name, frontend, {}, listed | named)
     explicit = request.model_fields_set | ({"max_tokens"} if request.max_completion_tokens is not None else set())
-    values = {**frontend.sampling, **{key: value for key, (_, value) in requested.items()}}
+    if twice := sorted(named.keys() & explicit - {SEED}):
+        raise RequestError(f"{name}.{twice[0]}: is set twice, also as '{twice[0]}'", parameter=f"{name}.{twice[0]}")
+    values = {**frontend.sampling, **{key: value for key, (_, value) in listed.items()}}
     for key in values.keys() & type(request).model_fields.keys() - explicit:
         setattr(request, key, values[key])
+    for key, (_, value) in named.items():
+        setattr(request, key, value)
 
 
 def _read_list(plan: Plan, entries: Any) -> dict[str, Values]:

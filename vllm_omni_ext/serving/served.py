@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm import envs
+from vllm.multimodal.audio import AudioResampler
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
+from vllm_omni_ext import resampling
+from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.registry import modalities_of
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.http import HttpSurface
@@ -17,9 +22,13 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
 from vllm_omni_ext.serving.options import CHUNKS, MODALITIES, RequestFields, read_chunks, read_modalities, read_params
+from vllm_omni_ext.serving.responses import printable
 
 IMAGE_PARTS = ("image_url", "input_image")
 """Values of `type` of message parts that contain a picture."""
+
+SLOWEST_HZ, FASTEST_HZ = 1_000, 384_000
+"""Sample rates of sounds that plugins read. Conversion from another rate could take all memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +76,12 @@ class ServedModel:
         values, paths = self.fields.read(fields)
         options = RequestOptions(
             modalities=modalities or read_modalities(body.get(MODALITIES), self.capabilities),
-            params=read_params(self.omni.plan, body, seed=seed),
+            params=read_params(self.omni.plan, body, seed=seed, chat=modalities is None),
             chunks=read_chunks(body.get(CHUNKS)),
             fields=values,
+            named=frozenset(
+                stage.model_stage for stage in self.omni.plan.model_stages() if body.get(stage.model_stage)
+            ),
         )
         return ReadOptions(options=options, paths=paths, encodings=encodings)
 
@@ -78,21 +90,69 @@ class ServedModel:
 
         Their pixels are counted in a separate budget, because vLLM's renderer counts them in the request's budget.
         """
-        connector = MEDIA_CONNECTOR_REGISTRY.load(
-            envs.VLLM_MEDIA_CONNECTOR,
-            allowed_local_media_path=self.omni.model_config.allowed_local_media_path,
-            allowed_media_domains=self.omni.model_config.allowed_media_domains,
-        )
+        connector = self._connector()
         before = PIXELS.set(pixel_budget(self.omni.plan.config))
         try:
             return [await connector.fetch_image_async(url) for url in image_urls(messages)]
         finally:
             PIXELS.reset(before)
 
+    async def sounds(self, messages: Sequence[Any], *, rate: int) -> list[np.ndarray[Any, Any]]:
+        """Return the sounds of a conversation, float32 [samples] in mono at `rate` Hz, in order."""
+        return [await self.sound(url, rate=rate, field="messages") for url in sound_urls(messages)]
+
+    async def sound(self, url: str, *, rate: int, field: str) -> np.ndarray[Any, Any]:
+        """Return one sound, float32 [samples] in mono at `rate` Hz.
+
+        Args:
+            url: an address, or a `data:` URL with the file in base64.
+            field: the request field that contains the URL.
+
+        Raises:
+            RequestError: it is not a sound that can be read, or not allowed; names the field.
+        """
+        if not isinstance(url, str):
+            raise RequestError(f"{field}: must be the URL of a sound, or a data: URL", parameter=field)
+        try:
+            samples, given = await self._connector().fetch_audio_async(url)
+            if not SLOWEST_HZ <= given <= FASTEST_HZ:
+                raise ValueError(f"its sample rate is {given:g} Hz, allowed are {SLOWEST_HZ} to {FASTEST_HZ}")
+            method: Any = resampling.available()
+            if method is None and given != rate:
+                raise ValueError("no package of this server converts its sample rate")
+            resampler = AudioResampler(rate, *([method] if method else []))
+            made = await asyncio.to_thread(resampler.resample, samples, orig_sr=given)
+        except Exception as error:  # media libraries raise errors of any type
+            why = printable(str(error) or type(error).__name__)
+            raise RequestError(f"{field}: a sound could not be read: {why}", parameter=field) from error
+        return np.asarray(made, np.float32)
+
+    def _connector(self) -> Any:
+        return MEDIA_CONNECTOR_REGISTRY.load(
+            envs.VLLM_MEDIA_CONNECTOR,
+            allowed_local_media_path=self.omni.model_config.allowed_local_media_path,
+            allowed_media_domains=self.omni.model_config.allowed_media_domains,
+        )
+
+
+def sound_urls(messages: Sequence[Any]) -> list[str]:
+    """Return the URLs of the sounds of a conversation, in order; the sound of an `input_audio` as a `data:` URL."""
+    found: list[Any] = []
+    for part in _parts(messages):
+        audio = part.get(str(part.get("type")))
+        if part.get("type") == "input_audio" and isinstance(audio, dict):
+            found.append(f"data:audio/{audio.get('format')};base64,{audio.get('data')}")
+        elif part.get("type") == "audio_url":
+            found.append(audio.get("url") if isinstance(audio, dict) else audio)
+    return [url for url in found if isinstance(url, str)]
+
+
+def _parts(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+
 
 def image_urls(messages: Sequence[Any]) -> list[str]:
     """Return the URLs of the pictures of a conversation, in order."""
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    found = [part.get("image_url") for part in parts if part.get("type") in IMAGE_PARTS]
+    found = [part.get("image_url") for part in _parts(messages) if part.get("type") in IMAGE_PARTS]
     return [url for each in found if isinstance(url := each.get("url") if isinstance(each, dict) else each, str)]

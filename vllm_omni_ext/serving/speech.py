@@ -25,7 +25,7 @@ from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 from vllm_omni_ext.serving.direct import DirectAnswer, DirectServing, only
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import LARGEST_INTEGER, check
+from vllm_omni_ext.serving.options import LARGEST_INTEGER, LIST, check
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -34,6 +34,13 @@ SSE, BYTES = "sse", "audio"
 VOICES = ("voice", "speaker")
 MAX_NEW_TOKENS = "max_new_tokens"
 VOICES_OF_CARD = ("voices", "default_voice")
+
+OF_FAMILIES: dict[str, Any] = {
+    **dict.fromkeys(VOICES),
+    "speed": 1.0,
+    **dict.fromkeys(("instructions", "ref_audio", "ref_text", "sample_rate", "language")),
+}
+"""Fields that a family may not have: their value without an effect."""
 
 router = APIRouter()
 
@@ -148,11 +155,25 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswe
     for name in VOICES:
         checked_voice(name, getattr(request, name))
     body = {name: getattr(request, name) for name in request.model_fields_set} | (request.model_extra or {})
+    _refuse_others(body, model)
     found = model.read(_limited(body, model.surface.speech_stage), stream=False, seed=request.seed, modalities=(AUDIO,))
     check(model.runtime, found.options, found.paths)
     media_type = _media_type(request)
     rendered = await model.surface.speech(request, found.options, model)
     return SpeechAnswer(rendered=rendered, options=found.options, format=sound_format, media_type=media_type)
+
+
+def _refuse_others(body: dict[str, Any], model: ServedModel) -> None:
+    """Raise RequestError if the body has a field that neither this API nor the family uses."""
+    known = {*model.fields.names, *model.surface.speech_fields}
+    for name, neutral in OF_FAMILIES.items():
+        if name not in known and body.get(name) not in (None, neutral):
+            raise RequestError(f"{name}: is not available with this model", parameter=name)
+    stages = [stage.model_stage for stage in model.omni.plan.model_stages()]
+    used = {*known, *SpeechRequest.model_fields, *stages, LIST, *model.modalities[AUDIO].body_fields}
+    for name in body:
+        if name not in used:
+            raise RequestError(f"{name:.100}: is unknown to /v1/audio/speech", parameter=f"{name:.100}")
 
 
 def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_omni_ext.plugins.spec import API_VERSION, EdgeSpec, ModelFamily, PipelineSpec, StageSpec
+from vllm_omni_ext.plugins.spec import EdgeSpec, ModelFamily, PipelineSpec, StageSpec
 
 AR, PAINTER = "ar", "painter"
 ARCHITECTURE = "OptionalTextImage"
@@ -16,7 +16,7 @@ WEIGHTS = "painter/weights.safetensors"
 
 FAMILY = ModelFamily(
     name="optional_text_image",
-    api_version=API_VERSION,
+    api_version=2,
     architectures=(ARCHITECTURE,),
     pipelines=(
         PipelineSpec(
@@ -44,7 +44,6 @@ FAMILY = ModelFamily(
                     models={PAINTER_ARCHITECTURE: "optional_text_image.painter:Painter"},
                     params="optional_text_image.payloads:PaintParams",
                     defaults={"steps": 3, "contrast": 1.0},
-                    payloads=("optional_text_image.payloads:Paint",),
                 ),
             ),
             frontend=AR,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from vllm_omni_ext.plugins.spec import API_VERSION, ModelFamily, PipelineSpec, StageSpec
+from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, StageSpec
 
 VOICEBOX = "voicebox"
 ARCHITECTURE = "PlainTts"
 
 FAMILY = ModelFamily(
     name="plain_tts",
-    api_version=API_VERSION,
+    api_version=2,
     architectures=(ARCHITECTURE,),
     pipelines=(
         PipelineSpec(
@@ -28,7 +28,6 @@ FAMILY = ModelFamily(
                     engine_defaults={"dtype": "float32"},
                     models={ARCHITECTURE: "plain_tts.voicebox:Voicebox"},
                     params="plain_tts.payloads:ToneParams",
-                    payloads=("plain_tts.payloads:Tones",),
                 ),
             ),
             frontend=VOICEBOX,
