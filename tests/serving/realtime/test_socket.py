@@ -450,6 +450,7 @@ async def test_a_session_that_requests_it_gets_the_times_of_each_stage(address: 
                 "first_output_s": 0.25,
                 "last_output_s": 0.5,
                 "tokens": 1,
+                "cached_tokens": None,
             }
         }
     assert await status_of(address, path="/v1/realtime?return_stage_metrics=1") == 400
