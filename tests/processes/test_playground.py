@@ -61,7 +61,7 @@ def talking(tmp_path: Path) -> Iterator[Server]:
 
 
 def use(browser: Path, scenario: str, server: Server, folder: Path, *more: str) -> dict[str, Any]:
-    """Run a scenario; returns what the script has found, after the checks that hold for all."""
+    """Run a scenario; returns the results of the script, after the checks that hold for all."""
     page = server.base_url.replace("/v1", "/playground")
     command = ["node", str(browser), scenario, page, str(folder), *more]
     environment = {**os.environ, "TMPDIR": str(browser.parent)}

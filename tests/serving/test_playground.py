@@ -1,4 +1,4 @@
-"""The page `/playground` on the real server application: its routes, its headers, and what its files refer to."""
+"""The page `/playground` on the real server application: its routes, its headers, and the references in its files."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ wire.on("Network.webSocketWillSendHandshakeRequest", ({ request }) =>
   found.protocols.push(request.headers["Sec-WebSocket-Protocol"]),
 );
 
-// What goes to the loudspeaker is recorded, and changes of the pictures are counted.
+// The sound for the loudspeaker is recorded, and pictures are counted.
 await page.evaluateOnNewDocument(() => {
   const connect = AudioNode.prototype.connect;
   AudioNode.prototype.connect = function (target, ...more) {
@@ -108,7 +108,7 @@ async function keepSound() {
   found.sounds.push(file);
 }
 
-// Keeps what the turns show.
+// Keeps the words, notes and stages of the turns.
 async function keepTurns() {
   found.conversations.push(
     await page.$$eval(".turn", (turns) =>
@@ -190,8 +190,10 @@ async function conversation() {
   await answered(1);
   await page.waitForSelector(".note.interrupted");
   await settle();
-  await check("answered");
+  await look("interrupted-dark", "dark");
+  await check("interrupted-dark");
   await look("interrupted");
+  await check("interrupted");
 }
 
 async function pictures() {

@@ -172,7 +172,7 @@ async function interrupt() {
   update();
 }
 
-// Stops the sound of an answer; the conversation keeps what was played.
+// Stops the sound of an answer. The played part stays in the conversation.
 async function hush(stopped) {
   stopped.silenced = true;
   const { id, ms } = await player.stop();
@@ -375,7 +375,7 @@ function events() {
       answer.end(response.metrics);
       update();
     },
-    // The server keeps the words that were heard.
+    // The item now has the words that were heard.
     "conversation.item.truncated": ({ item_id }) => session.send("conversation.item.retrieve", { item_id }),
     "conversation.item.retrieved": ({ item }) => {
       const found = history.find(({ turn }) => turn.item === item.id)?.turn;

@@ -57,7 +57,7 @@ const REASONS = {
 };
 
 export class Player {
-  // changed(kind, id, ms): kind is "began", "playing" or "ended"; ms is what was played of the sound `id`
+  // changed(kind, id, ms): kind is "began", "playing" or "ended"; ms is the played length of the sound `id`
   constructor(changed) {
     this.changed = changed;
     this.context = null;
@@ -98,7 +98,7 @@ export class Player {
     (await this.node)?.port.postMessage({ id, samples: null });
   }
 
-  // Drops what is not played yet; returns the sound that was played last, and the milliseconds of it.
+  // Drops sound that is not played yet; returns the sound that was played last, and the milliseconds of it.
   async stop() {
     const node = await this.node;
     if (!node) return { id: null, ms: 0 };

@@ -1,4 +1,4 @@
-// What the page shows: turns with their timelines, and the table of replicas. No requests are sent here.
+// The visible parts: turns with their timelines, and the table of replicas. No requests are sent here.
 
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
