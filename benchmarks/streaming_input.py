@@ -2,7 +2,8 @@
 
 Two servers of one checkpoint run, one with `--no-omni-streaming-input`, and answer the same turn one after the other.
 The client sends the sound as it is spoken, in pieces of 100 ms; the time begins with its last piece. Both answers have
-the same text and the same length of sound. Without a model, the checkpoint has random weights, a quarter of the
+the same text and the same length of sound. The CPU time of a server's processes meanwhile is a second figure, on which
+the load of the machine has less influence. Without a model, the checkpoint has random weights, a quarter of the
 released widths, half of its layers, its blocks of 8 s and its vocabulary.
 
     python benchmarks/streaming_input.py [MODEL] [--seconds 10] [--rounds 5] [--loud-end] [--json FILE]
@@ -95,8 +96,17 @@ def speech(seconds: float, seed: int, loud_end: bool) -> bytes:
     return bytes((noise * 32767).astype("<i2").tobytes())
 
 
-async def turn(server: Server, model: str, data: bytes) -> tuple[float, str, int]:
-    """Speak one turn; return the seconds from its end to the first sound, the transcript, and the bytes of sound."""
+def cpu_s(server: Server) -> float:
+    """Return the CPU time of a server's processes, in seconds."""
+    return sum(sum(process.cpu_times()[:2]) for process in server.processes())
+
+
+async def turn(server: Server, model: str, data: bytes) -> tuple[float, float, str, int]:
+    """Speak one turn.
+
+    Returns:
+        Seconds from its end to the first sound, CPU seconds of the server meanwhile, transcript, bytes of sound.
+    """
     url = f"{server.base_url.replace('http', 'ws')}/realtime?model={model}"
     async with websockets.connect(url, max_size=None) as socket:
 
@@ -109,19 +119,21 @@ async def turn(server: Server, model: str, data: bytes) -> tuple[float, str, int
         for at in range(0, len(data), size):
             await asyncio.sleep(began + (at + size) / (2 * RATE_HZ) - time.monotonic())  # the piece has been spoken
             await send("input_audio_buffer.append", audio=base64.b64encode(data[at : at + size]).decode())
-        ended, first, sound, text = time.monotonic(), 0.0, 0, ""
+        before, first, work, sound, text = cpu_s(server), 0.0, 0.0, 0, ""
+        ended = time.monotonic()
         await send("input_audio_buffer.commit")
         await send("response.create")
         async for message in socket:
             event = json.loads(message)
             if event["type"] == "response.output_audio.delta":
-                first = first or time.monotonic() - ended
+                if not first:
+                    first, work = time.monotonic() - ended, cpu_s(server) - before
                 sound += len(base64.b64decode(event["delta"]))
             elif event["type"] == "response.output_audio_transcript.done":
                 text = event["transcript"]
             elif event["type"] == "response.done":
                 assert first and event["response"]["status"] in ("completed", "incomplete"), event
-                return first, text, sound
+                return first, work, text, sound
     raise RuntimeError("the connection was closed before the end of the answer")
 
 
@@ -134,30 +146,35 @@ def main() -> None:
     flags.add_argument("--loud-end", action="store_true", help="the loudest sound is the last: no block can be reused")
     flags.add_argument("--json", type=Path, help="file that takes every figure")
     args = flags.parse_args()
-    seconds: dict[str, list[float]] = {"streaming": [], "without": []}
+    names = ("streaming", "without")
+    figures: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in names} for kind in ("time", "CPU time")}
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder, ExitStack() as stack:
         model = args.model or str(write_sizes(Path(folder) / "model", QUARTER))
         common = ["--served-model-name", "bench", "--max-model-len", "4096", "--stage-overrides", json.dumps(OVERRIDES)]
         servers = {}
-        for name in seconds:
+        for name in names:
             off = ["--no-omni-streaming-input"] if name == "without" else []
             servers[name] = stack.enter_context(Server(model, Path(folder) / f"{name}.log", [*common, *off]))
         for seed in range(args.rounds + 1):
             data, answers = speech(args.seconds, seed, args.loud_end), set()
             for name, server in servers.items():
-                first, *answer = asyncio.run(turn(server, "bench", data))
+                first, work, *answer = asyncio.run(turn(server, "bench", data))
                 answers.add(tuple(answer))
-                seconds[name] += [first] if seed else []
+                if seed:
+                    figures["time"][name].append(first)
+                    figures["CPU time"][name].append(work)
             assert len(answers) == 1, f"round {seed}: other answers"
-    streaming, without = (statistics.median(each) for each in seconds.values())
-    ratios = [one / other for one, other in zip(*seconds.values(), strict=True)]
-    print(f"end of speech to first sound, {args.seconds:g} s, median of {args.rounds}, ms:")
-    print(f"{'streaming':>12}{'without':>12}{'ratio':>10}{'smallest':>10}{'largest':>10}")
-    print(
-        f"{1e3 * streaming:12.0f}{1e3 * without:12.0f}{streaming / without:10.2f}{min(ratios):10.2f}{max(ratios):10.2f}"
-    )
+    print(f"end of {args.seconds:g} s of speech to first sound, medians of {args.rounds}, ms:")
+    print(f"{'':>10}{'streaming':>12}{'without':>12}{'ratio':>10}{'smallest':>10}{'largest':>10}")
+    for kind, by_name in figures.items():
+        streaming, without = (statistics.median(by_name[name]) for name in names)
+        ratios = [one / other for one, other in zip(*by_name.values(), strict=True)]
+        print(
+            f"{kind:>10}{1e3 * streaming:12.0f}{1e3 * without:12.0f}{streaming / without:10.2f}"
+            f"{min(ratios):10.2f}{max(ratios):10.2f}"
+        )
     if args.json is not None:
-        args.json.write_text(json.dumps(seconds, indent=1))
+        args.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from vllm_omni_ext.serving.realtime.session import BLOCK_MARGIN_MS, ComputeAhead
 
 BLOCK_MS = 1000
 STREAMING = replace(OFFER, block_ms=float(BLOCK_MS))
-FIRST = BLOCK_MS + BLOCK_MARGIN_MS
+FIRST, STEP_MS = BLOCK_MS + BLOCK_MARGIN_MS, BLOCK_MS // 4
 
 
 def ahead(driver: Driver) -> list[Any]:
@@ -25,7 +25,7 @@ def milliseconds(command: ComputeAhead) -> float:
     return float(command.messages[-1]["content"][0]["input_audio"].ms)
 
 
-def test_each_block_is_computed_once_and_the_end_of_the_turn_stops_it() -> None:
+def test_blocks_are_computed_at_each_quarter_of_a_block_until_the_turn_ends() -> None:
     driver = Driver(offer=STREAMING)
     driver.send("session.update", session={"type": "realtime", "instructions": "Be brief."})
     driver.user("Hello")
@@ -33,12 +33,13 @@ def test_each_block_is_computed_once_and_the_end_of_the_turn_stops_it() -> None:
     driver.append(FIRST - 1)
     assert ahead(driver) == []
     driver.append(1)
-    driver.append(BLOCK_MS - 1)
+    driver.append(STEP_MS - 1)
     (one,) = ahead(driver)
     assert milliseconds(one) == FIRST
     driver.append(1)
-    (two,) = ahead(driver)
-    assert milliseconds(two) == FIRST + BLOCK_MS
+    driver.append(3 * STEP_MS)
+    again, two = ahead(driver)
+    assert (milliseconds(again), milliseconds(two)) == (FIRST + STEP_MS, FIRST + BLOCK_MS)
     driver.send("input_audio_buffer.commit")
     assert ahead(driver) == [StopAhead()]
     driver.send("response.create")
@@ -63,7 +64,7 @@ def test_blocks_begin_with_the_sound_of_a_detected_turn() -> None:
     (one,) = ahead(driver)
     assert FIRST <= milliseconds(one) <= FIRST + 32
     driver.hear(512, SILENT)
-    stop, answer = ahead(driver)
+    *_, stop, answer = ahead(driver)
     assert stop == StopAhead() and isinstance(answer, Generate)
     begun = one.messages[-1]["content"][0]["input_audio"].data
     assert answer.messages[-1]["content"][0]["input_audio"].data.startswith(begun)

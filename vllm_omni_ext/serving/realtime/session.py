@@ -49,6 +49,10 @@ BLOCK_MARGIN_MS = 200
 """Milliseconds of sound that must follow a block: they have influence on its last samples and frames, by resampling (up
 to 110 ms with soxr from 8 kHz) and by the windows of the spectrogram (12.5 ms)."""
 
+STEPS_A_BLOCK = 4
+"""Number of times that the blocks of a turn are computed during a block that follows: a louder sound may have changed
+their features. Blocks that are unchanged are cached, so such a request computes a few tokens."""
+
 LETTERS_A_TOKEN, MS_A_TOKEN, PICTURE_TOKENS = 4, 80, 1000
 """Estimates of an item's share of the prompt. They decide how many items are dropped, not whether."""
 
@@ -183,8 +187,8 @@ class Session:
         self._detector: TurnDetector | None = None
         self._speech_item = ""
         """Id of the item that the turn becomes, during a turn."""
-        self._blocks_ahead = 0
-        """Whole blocks of the current turn's sound for which a `ComputeAhead` was returned."""
+        self._steps_ahead = 0
+        """Length of the current turn's sound at the last `ComputeAhead`, in parts of a block (`STEPS_A_BLOCK`)."""
         self._responses: dict[str, Response] = {}
         self._current: Response | None = None
         """The response that writes to the conversation."""
@@ -322,23 +326,24 @@ class Session:
         return self._stop_ahead()
 
     def _compute_ahead(self) -> Outs:
-        """Return a command for the whole blocks of the current turn's sound, if there are more than at the last one."""
+        """Return a command for the whole blocks of the turn's sound, if it has grown by a part of a block or more."""
         block = self._offer.block_ms
         if block is None or self._current is not None or self._refused is not None:
             return []
         if self._detector is not None and not self._detector.speaking:
             return []
-        blocks = int((self.buffer.end_ms - self.buffer.start_ms - BLOCK_MARGIN_MS) // block)
-        if blocks <= self._blocks_ahead:
+        length = self.buffer.end_ms - self.buffer.start_ms - BLOCK_MARGIN_MS
+        steps = int(length * STEPS_A_BLOCK // block)
+        if steps < STEPS_A_BLOCK or steps <= self._steps_ahead:
             return []
-        self._blocks_ahead = blocks
+        self._steps_ahead = steps
         item = self._user_item(self._speech_item, self.buffer.peek())
         prompt = messages(self.settings["instructions"], [*self._context(), item])
         return [ComputeAhead(settings=self.settings, messages=prompt)]
 
     def _stop_ahead(self) -> Outs:
-        stop: Outs = [StopAhead()] if self._blocks_ahead else []
-        self._blocks_ahead = 0
+        stop: Outs = [StopAhead()] if self._steps_ahead else []
+        self._steps_ahead = 0
         return stop
 
     def _user_item(self, item_id: str, sound: Sound) -> Item:
