@@ -60,7 +60,7 @@ class WholeChunks:
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         frames, rows = kwargs["feature_lens"], kwargs["aftercnn_lens"]
-        self._added = self.needed and int(frames.max()) < CHUNK_FRAMES
+        self._added = self.needed
         if not self._added:
             return None
         (features,) = args
@@ -101,7 +101,7 @@ def by_request(runner: Any, chunks: WholeChunks) -> Callable[[Any], list[Any]]:
         for part in _parts(step.scheduled_encoder_inputs, features_of):
             some = copy.copy(step)
             some.scheduled_encoder_inputs = part
-            chunks.needed = _has_whole_chunk(part, features_of)
+            chunks.needed = _lacks_whole_chunk(part, features_of)
             outputs += execute(some)
         return outputs
 
@@ -117,16 +117,21 @@ def by_request_v2(runner: Any, chunks: WholeChunks) -> Callable[[Due], None]:
 
     def execute_apart(due: Due) -> None:
         for part in _parts(due, features_of):
-            chunks.needed = _has_whole_chunk(part, features_of)
+            chunks.needed = _lacks_whole_chunk(part, features_of)
             execute(part)
 
     return execute_apart
 
 
-def _has_whole_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> bool:
-    """Return whether the prompts of a call have a sound with a whole chunk, in this call or in the encoder cache."""
-    sounds = [each for req_id in part for each in features_of(req_id) if each.modality == PADDED]
-    return any(each.data is not None and frames_of(each) >= CHUNK_FRAMES for each in sounds)
+def _lacks_whole_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> bool:
+    """Return whether a prompt of a call has a sound with a whole chunk, and no sound in the call itself has one."""
+    whole = [
+        (req_id, item)
+        for req_id in part
+        for item, each in enumerate(features_of(req_id))
+        if each.modality == PADDED and each.data is not None and frames_of(each) >= CHUNK_FRAMES
+    ]
+    return bool(whole) and not any(item in part[req_id] for req_id, item in whole)
 
 
 def _parts(due: Due, features_of: Callable[[str], Sequence[Any]]) -> Iterator[Due]:

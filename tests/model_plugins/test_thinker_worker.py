@@ -68,6 +68,7 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) 
     """A block, or another clip, with a whole chunk may be in the encoder cache."""
     features = {name: [feature("audio"), feature("audio")] for name in ("short", "long")}
     features["long"][0].data[LENGTH].data = 100
+    features["whole"] = features["long"]
     chunks: Any = SimpleNamespace(needed=False)
     seen: list[tuple[list[str], bool]] = []
 
@@ -76,7 +77,7 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) 
         seen.append((list(due), chunks.needed))
         return []
 
-    due = {name: [1] for name in features}
+    due = {"short": [1], "long": [1], "whole": [0, 1]}
     if v2:
         state = SimpleNamespace(execute_mm_encoder=execute)
         runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
@@ -87,7 +88,7 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) 
         runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
         encode_apart(runner, chunks)
         runner._execute_mm_encoder(SimpleNamespace(scheduled_encoder_inputs=due))
-    assert seen[1:] == [(["short"], False), (["long"], True)]
+    assert seen[1:] == [(["short"], False), (["long"], True), (["whole"], False)]
 
 
 def test_positions_are_computed_for_whole_sounds() -> None:
