@@ -41,7 +41,7 @@ from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 BYTES = 256
-SPECIAL_TOKENS = ("<|begin|>", "<|end|>")
+SPECIAL_TOKENS = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 MOST_STEPS = 10_000
@@ -475,8 +475,14 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
-def write_byte_tokenizer(directory: Path, *, chat_template: str = CHAT_TEMPLATE) -> int:
-    """Write a tokenizer whose tokens are bytes to a checkpoint's directory; return the size of its vocabulary."""
+def write_byte_tokenizer(
+    directory: Path, *, chat_template: str = CHAT_TEMPLATE, special_tokens: tuple[str, str] = SPECIAL_TOKENS
+) -> int:
+    """Write a tokenizer whose tokens are bytes to a checkpoint's directory; return the size of its vocabulary.
+
+    Args:
+        special_tokens: marks of the beginning and the end of a text; the last two ids.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -484,8 +490,8 @@ def write_byte_tokenizer(directory: Path, *, chat_template: str = CHAT_TEMPLATE)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    begin, end = SPECIAL_TOKENS
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
+    begin, end = special_tokens
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=end)
     fast.chat_template = chat_template
     fast.save_pretrained(directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni_ext.engine.graphs import recorder_for
+from vllm_omni_ext.engine.streaming_model import StreamingInputBase
 from vllm_omni_ext.model_plugins.qwen3_omni import eager_layers
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
@@ -23,8 +24,6 @@ from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvid
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
 EMBED = "thinker.model.embed_tokens.weight"
 PROJECT_ROWS = 8192  # rows of the text table that are projected in one piece, to limit the extra memory of loading
-
-RowSource = Callable[[Sequence[str] | None], Tensor]
 
 
 class _Resize(nn.Module):
@@ -39,8 +38,8 @@ class _Resize(nn.Module):
         return self.linear_fc2(nn.functional.silu(self.linear_fc1(x)))
 
 
-class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
-    """Talker of Qwen3-Omni, a `StreamingInputModel`: the worker calls `begin_step` and `end_step` around each step."""
+class Qwen3OmniTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
+    """Talker of Qwen3-Omni."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
@@ -81,20 +80,11 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
         self._layers: eager_layers.EagerLayers | None = None
         self._input_provider: TalkerInputProvider | None = None
         self._frames: FrameMaker | None = None
-        self._rows: RowSource | None = None
-        self._opened: list[str] = []
-        self.sampled_hidden: Tensor | None = None
 
     @staticmethod
     def is_unused_checkpoint_weight(name: str) -> bool:
         """Return whether vLLM's loader may skip checkpoint files that contain only tensors of this name."""
         return name != EMBED and not name.startswith("talker.")
-
-    @staticmethod
-    def get_model_state_cls() -> type:
-        from vllm_omni_ext.engine.model_state import StreamingInputModelState
-
-        return StreamingInputModelState
 
     @property
     def input_provider(self) -> TalkerInputProvider:
@@ -130,22 +120,6 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
     def warm_up(self) -> None:
         self.frames.warm_up()
 
-    def begin_step(self, *, rows: RowSource, opened: list[str]) -> None:
-        self._rows, self._opened = rows, list(opened)
-
-    def end_step(self) -> None:
-        self._rows, self._opened = None, []
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step of `StreamingInput` is running, as opposed to vLLM's profiling and warm-up steps."""
-        return self._rows is not None
-
-    def input_rows(self, order: Sequence[str] | None) -> Tensor:
-        """Return the running step's input embeddings in batch order (None: the V1 runner's own order)."""
-        assert self._rows is not None, "input embeddings exist inside a step only"
-        return self._rows(order)
-
     def codec_rows(self, ids: Tensor) -> Tensor:
         """Return the codec embeddings [n, hidden] of codes [n] of the first code group."""
         return self.language_model.model.embed_tokens(ids)
@@ -162,9 +136,10 @@ class Qwen3OmniTalker(nn.Module, SupportsMRoPE):
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
         """Return M-RoPE positions [3, n] and delta of the next request that the runner adds in this step."""
-        if not self._opened:
+        if not self.opened:
             return torch.arange(len(input_tokens)).expand(3, -1), 0
-        return self.input_provider.positions(self._opened.pop(0), len(input_tokens))
+        first, *self.opened = self.opened
+        return self.input_provider.positions(first, len(input_tokens))
 
     def forward(
         self,

@@ -24,8 +24,8 @@ MOST_NEW = 64
 FIRST_BESIDE_OTHERS = 2
 """Least frames of the first part while the replica that makes the frames has other requests.
 
-Measured at 12.5 frames a second: a first part of one frame is played in 57 ms; on a busy machine, the next part
-was late for 10 % to 33 % of the answers. With two frames it was late for 0 of 144."""
+Measured: a first part of one frame of 80 ms is played in 57 ms; on a busy machine, the next part was late for 10 % to
+33 % of the answers. With two frames it was late for 0 of 144."""
 
 Frames = np.ndarray[Any, np.dtype[np.int64]]
 

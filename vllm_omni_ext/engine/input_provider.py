@@ -97,7 +97,7 @@ class InputProvider(Protocol):
 
 
 class StreamingInputModel(Protocol):
-    """A vLLM model whose input embeddings come from its `InputProvider`.
+    """A vLLM model whose input embeddings come from its `InputProvider`. `streaming_model.StreamingInputBase` has most.
 
     Attributes:
         sampled_hidden: hidden states [requests, hidden] from which the last step was sampled.
