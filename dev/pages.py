@@ -17,7 +17,7 @@ from vllm_omni_ext.doctor import own_packages
 from vllm_omni_ext.patching import seams
 from vllm_omni_ext.plugins.http import IMAGES, REALTIME, SPEECH
 from vllm_omni_ext.plugins.registry import plugins
-from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, StageSpec, resolve
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, ModelFamily, PipelineSpec, StageSpec, resolve
 from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
 
 HERE = "vllm-omni-ext"
@@ -108,7 +108,8 @@ def _sources(pipeline: PipelineSpec, stage: StageSpec) -> str:
 
 
 def _parameters(stage: StageSpec) -> str:
-    return "none" if stage.engine.get("runner") == "pooling" else f"`{stage.params.partition(':')[2]}`"
+    none = stage.engine.get("runner") == "pooling" and stage.params == SAMPLING_PARAMS
+    return "none" if none else f"`{stage.params.partition(':')[2]}`"
 
 
 def _flags(pipeline: PipelineSpec, stage: StageSpec) -> str:

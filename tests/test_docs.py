@@ -20,9 +20,10 @@ from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY as QWEN3_OMNI
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("architecture", "qwen3-omni", "replicas", "connectors", "prefill-decode")
+PAGES = ("architecture", "qwen3-omni", "qwen2-5-omni", "replicas", "connectors", "prefill-decode")
 PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in PAGES)
-FOLDERS = (ROOT, ROOT / "vllm_omni_ext", ROOT / "model_plugins" / "qwen3_omni")
+MODELS = ("qwen3_omni", "qwen2_5_omni", "qwen_omni")
+FOLDERS = (ROOT, ROOT / "vllm_omni_ext", *(ROOT / "model_plugins" / model for model in MODELS))
 PARTS = ("orchestrator", "engine", "runtime/launch", "runtime/supervise", "runtime/client")
 """Folders of files that are named without a folder."""
 

@@ -67,8 +67,11 @@ def refuse_others(body: Any) -> None:
         )
 
 
-async def rendered(text: str, server: OmniServer) -> Rendered:
+async def rendered(text: str, server: OmniServer, opening: str = OPENING) -> Rendered:
     """Return the request that reads a text out word for word. Chat-format marks in the text are plain characters.
+
+    Args:
+        opening: the conversation before the text.
 
     Raises:
         RequestError: the text is empty or too long.
@@ -80,7 +83,7 @@ async def rendered(text: str, server: OmniServer) -> Rendered:
     except UnicodeEncodeError as error:
         raise RequestError("input: must be text; it has half of a surrogate pair in it", parameter="input") from error
     await _refuse_long(text, server)
-    prompt = await server.tokenize(OPENING)
+    prompt = await server.tokenize(opening)
     reply = await server.tokenize(text, special=False)
     return Rendered(data=ReadAloud(prompt=prompt, reply=reply), input_tokens=len(reply))
 

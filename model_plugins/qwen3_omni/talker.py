@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3MoeLLMForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni_ext.engine.graphs import recorder_for
-from vllm_omni_ext.engine.streaming_model import StreamingInputBase
 from vllm_omni_ext.model_plugins.qwen3_omni import eager_layers
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import CodePredictor
 from vllm_omni_ext.model_plugins.qwen3_omni.frames import FrameMaker
 from vllm_omni_ext.model_plugins.qwen3_omni.talker_feed import TalkerInputProvider
+from vllm_omni_ext.model_plugins.qwen_omni.streamed_talker import StreamedTalker
 
 SPECIAL_CODES = 1024  # the last ids of the talker's vocabulary are specials; only the end may be sampled
 EMBED = "thinker.model.embed_tokens.weight"
@@ -38,7 +37,7 @@ class _Resize(nn.Module):
         return self.linear_fc2(nn.functional.silu(self.linear_fc1(x)))
 
 
-class Qwen3OmniTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
+class Qwen3OmniTalker(StreamedTalker):
     """Talker of Qwen3-Omni."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -59,6 +58,7 @@ class Qwen3OmniTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
         if text.hidden_act != "silu":
             raise ValueError(f"talker hidden_act '{text.hidden_act}' is not supported; only silu is")
         self.config = config
+        self.codes: int = text.vocab_size
         self.codec_eos: int = config.codec_eos_token_id
         # The compiled class for M-RoPE, whose positions have a second dimension of variable size.
         self.language_model = Qwen3MoeLLMForCausalLM(
@@ -127,19 +127,6 @@ class Qwen3OmniTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
     def project_hidden(self, rows: Tensor) -> Tensor:
         """Project thinker hidden states [n, thinker hidden] to [n, hidden]."""
         return self.hidden_projection(rows.to(self.text_table.dtype))
-
-    def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return input embeddings for the V1 runner; outside a step of `StreamingInput`, ids are embedded as codes."""
-        if not self.in_step:
-            return self.codec_rows(input_ids.clamp(max=self.config.text_config.vocab_size - 1))
-        return self.input_rows(None)
-
-    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """Return M-RoPE positions [3, n] and delta of the next request that the runner adds in this step."""
-        if not self.opened:
-            return torch.arange(len(input_tokens)).expand(3, -1), 0
-        first, *self.opened = self.opened
-        return self.input_provider.positions(first, len(input_tokens))
 
     def forward(
         self,

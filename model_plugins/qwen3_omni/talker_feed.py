@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.model_plugins.qwen3_omni.code_predictor import Draw
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import NO_CODEC, TalkerChunk, TalkerPayload, TalkerPrompt
+from vllm_omni_ext.model_plugins.qwen_omni.streamed_talker import positions_from, positions_of
 
 if TYPE_CHECKING:
     from vllm_omni_ext.model_plugins.qwen3_omni.talker import Qwen3OmniTalker
@@ -89,7 +90,7 @@ class TalkerInputProvider:
             track=list(payload.track),
             draw=Draw(greedy=params.temperature < 1e-5, generator=generator),
             history=np.zeros((FIRST_FRAMES, self._groups), np.int32),
-            positions=None if payload.positions is None else _positions_from(payload.positions),
+            positions=positions_from(payload.positions),
             row_of={p: i for i, p in enumerate(chain.from_iterable(range(*span) for span in hidden_spans))},
         )
         if payload.frames:
@@ -119,13 +120,7 @@ class TalkerInputProvider:
 
     def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:
         """Return the M-RoPE positions [3, length] of the first `length` tokens and the delta of later positions."""
-        prompt = self._requests[req_id].positions
-        if prompt is None:
-            return torch.arange(length).expand(3, -1), 0
-        after = int(prompt.max()) + 1
-        delta = after - prompt.shape[1]
-        tail = torch.arange(after, after + max(0, length - prompt.shape[1])).expand(3, -1)
-        return torch.cat([prompt, tail], dim=1)[:, :length], delta
+        return positions_of(self._requests[req_id].positions, length)
 
     def rows(self, spans: Sequence[Span]) -> Tensor:
         """Return the input embeddings of all spans, [sum of counts, hidden]."""
@@ -194,7 +189,3 @@ class TalkerInputProvider:
             request.keep(kept[row : row + 1])
             made[i] = frames[row : row + 1]
         return made
-
-
-def _positions_from(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.int32).long().view(3, -1)

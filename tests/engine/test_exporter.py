@@ -17,6 +17,7 @@ from vllm_omni_ext.engine.exporter import Exporter
 from vllm_omni_ext.engine.input_provider import Span
 from vllm_omni_ext.engine.scheduler import OrphanedExports
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageProgress, pack
+from vllm_omni_ext.wire.stage_input import OPEN_END
 
 LENGTH = 24
 WIDTH = 2
@@ -121,6 +122,17 @@ def test_a_reused_request_id_exports_again() -> None:
     exporter.drop("a")
     exporter.add("a", [(3, 4)])
     assert exporter.due([Span("a", 0, 4)])
+
+
+def test_an_open_range_has_generated_positions_and_is_whole_at_any_time() -> None:
+    exporter = Exporter()
+    exporter.add("r", [(0, OPEN_END)])
+    seen = []
+    for span in (Span("r", 0, 5), Span("r", 0, 7), Span("r", 7, 1), Span("r", 8, 1)):  # the second after a preemption
+        cut = exporter.cut([span], hidden_of(0, span.start, span.count))["r"]
+        assert cut.last and cut.first == len(seen)
+        seen += cut.hidden_states[:, 1].tolist()
+    assert seen == list(range(9))
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from tests.orchestrator.test_orchestrator import end
 from tests.support.fakes import Bench, output, text_request
 from tests.support.loop_clock import settle
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.engine_requests import prompt_request
-from vllm_omni_ext.orchestrator.messages import SendPrompt
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, prompt_request
+from vllm_omni_ext.orchestrator.messages import SendOpen, SendPrompt
 from vllm_omni_ext.plugins.flow import Action, Finished, Open, Produced, Recompute
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, pack
-from vllm_omni_ext.wire.stage_input import EXPORT
+from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
 
 READY = HiddenStatesChunkReady(source="tcp://a", name="0/r", first=0, count=3)
 LOST = pack(StageError("lost"))
@@ -118,6 +118,26 @@ def test_recomputing_a_prompt_generates_one_token() -> None:
     params: Any = again.sampling_params
     assert (params.max_tokens, params.min_tokens, params.logprobs, params.temperature) == (1, 0, None, 0.7)
     assert text.sampling_params.max_tokens == 50 and (text.request_id, again.request_id) == ("r", "r/again/0")
+
+
+def test_recomputing_a_prompt_with_its_answer() -> None:
+    text = text_request("r")
+    prompt = list(text.prompt_token_ids or ())
+    send = SendPrompt(ReplicaId("text", 0), "r", "r/again/0", request=text, recompute=True, tokens=(7, 8))
+    again = prompt_request(send)
+    assert again.prompt_token_ids == [*prompt, 7, 8] and again.sampling_params.max_tokens == 1  # type: ignore[union-attr]
+
+
+def test_a_request_that_a_flow_opens_exports_what_it_says() -> None:
+    def extra(**more: Any) -> tuple[Any, bool | None]:
+        send = SendOpen(
+            ReplicaId("text", 0), "r", "r/text", action=Open(stage="text", prompt=[1, 2], **more), params=None, budget=1
+        )
+        params: Any = EngineRequests().make(send).sampling_params
+        return params.extra_args.get(EXPORT), params.skip_reading_prefix_cache
+
+    assert extra(export=((0, OPEN_END),)) == ([[0, OPEN_END]], True)
+    assert extra()[0] is None and not extra()[1]
 
 
 async def test_the_end_of_a_request_ends_the_recomputation_and_frees_its_hidden_states() -> None:

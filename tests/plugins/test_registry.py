@@ -15,6 +15,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.registry import families, family_for, family_of, model_classes, plugins
 
 QWEN = "Qwen3OmniMoeForConditionalGeneration"
+QWENS = f"Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniModel, {QWEN}"
 BAGEL = "BagelForConditionalGeneration"
 
 
@@ -25,7 +26,7 @@ def error_of(call: Callable[[str], object], name: str) -> str:
 
 
 def test_the_packaged_families_are_found() -> None:
-    assert [plugin.name for plugin in plugins()] == ["bagel", "qwen3_omni"]
+    assert [plugin.name for plugin in plugins()] == ["bagel", "qwen2_5_omni", "qwen3_omni"]
     assert all(plugin.distribution.startswith("vllm-omni-ext ") and not plugin.error for plugin in plugins())
     assert family_for(QWEN) is family_of("qwen3_omni")
     assert family_for(QWEN).pipeline().name == "qwen3_omni"
@@ -47,9 +48,9 @@ def test_a_family_of_another_package_is_found(install: Install) -> None:
 def test_an_unknown_model_lists_the_supported_ones(install: Install) -> None:
     install("omni-painter")
     message = error_of(family_for, "Llama")
-    assert message == f"model: architecture 'Llama' has no omni pipeline; supported: {BAGEL}, Painter, {QWEN}"
+    assert message == f"model: architecture 'Llama' has no omni pipeline; supported: {BAGEL}, Painter, {QWENS}"
     assert error_of(family_of, "llama") == (
-        "model: no model family 'llama' is installed; there are bagel, painter, qwen3_omni"
+        "model: no model family 'llama' is installed; there are bagel, painter, qwen2_5_omni, qwen3_omni"
     )
 
 
@@ -65,7 +66,7 @@ def test_a_plugin_that_cannot_be_loaded_is_named_when_a_model_is_unknown(
 ) -> None:
     install("omni-painter", source)
     message = error_of(family_for, "Painter")
-    assert message.startswith(f"model: architecture 'Painter' has no omni pipeline; supported: {BAGEL}, {QWEN}; ")
+    assert message.startswith(f"model: architecture 'Painter' has no omni pipeline; supported: {BAGEL}, {QWENS}; ")
     assert f"model plugin 'painter' of omni-painter 1.0: omni_painter_module:FAMILY {why}" in message
     assert "\n" not in message
     assert family_for(QWEN).name == "qwen3_omni"
@@ -119,8 +120,8 @@ def test_a_faulty_family_is_refused_for_its_own_models_only(install: Install, ol
     message = f"model: model plugin 'painter' of omni-painter 1.0: {why}"
     assert error_of(family_for, "Painter").startswith(message)
     assert error_of(family_of, "painter").startswith(message)
-    assert [family.name for family in families()] == ["bagel", "qwen3_omni"]
-    assert error_of(family_for, "Llama").endswith(f"supported: {BAGEL}, {QWEN}")
+    assert [family.name for family in families()] == ["bagel", "qwen2_5_omni", "qwen3_omni"]
+    assert error_of(family_for, "Llama").endswith(f"supported: {BAGEL}, {QWENS}")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_two_packages_that_claim_a_name_are_both_refused(install: Install, chang
     message = error_of(family_for, "Painter")
     several = "plugin 'other' of better-painter 2.0 and plugin 'painter' of omni-painter 1.0"
     assert message == f"model: {claim} is claimed by {several}; uninstall all but one of them"
-    assert [family.name for family in families()] == ["bagel", "qwen3_omni"]
+    assert [family.name for family in families()] == ["bagel", "qwen2_5_omni", "qwen3_omni"]
 
 
 def test_an_unusable_family_claims_no_names(install: Install) -> None:
@@ -162,7 +163,7 @@ def test_the_doctor_lists_usable_and_faulty_plugins(install: Install, monkeypatc
     faults.clear()
     lines = {line.name: line for line in doctor.models().lines}
     assert [name for name, line in lines.items() if not line.ok] == ["broken"]
-    assert lines.keys() == {"bagel", "broken", "painter", "qwen3_omni"}
+    assert lines.keys() == {"bagel", "broken", "painter", "qwen2_5_omni", "qwen3_omni"}
     assert lines["painter"].state == "Painter"
     assert lines["painter"].details == {"from": "omni-painter 1.0", "pipelines": "painter"}
     assert "omni-broken 1.0: omni_broken_module:FAMILY cannot be imported: ValueError: no" in lines["broken"].state

@@ -80,7 +80,7 @@ class Oracle:
 
     def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
         """Ids and features of one request (batch of 1)."""
-        audio = [_whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
+        audio = [whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
         batch = self.processor(
             text=[self.prompt(messages)],
             audio=audio or None,
@@ -122,8 +122,8 @@ class Oracle:
     ) -> tuple[list[int], torch.Tensor]:
         """Run `generate`; returns the talker's tokens and the codes [1, groups, frames] that code2wav gets."""
         groups = self.model.config.talker_config.num_code_groups
-        talked = _Recorder(self.model.talker.generate)
-        decoded = _Recorder(self.model.code2wav.chunked_decode)
+        talked = recorder(self.model.talker.generate)
+        decoded = recorder(self.model.code2wav.chunked_decode)
         with (
             mock.patch.object(self.model.talker, "generate", talked),
             mock.patch.object(self.model.code2wav, "chunked_decode", decoded),
@@ -139,7 +139,7 @@ class Oracle:
         return talker_ids, codes
 
 
-class _Recorder:
+class recorder:
     """Calls a function and keeps the last positional arguments and result."""
 
     arguments: tuple[Any, ...] = ()
@@ -153,6 +153,6 @@ class _Recorder:
         return self.result
 
 
-def _whole_hops(samples: np.ndarray) -> np.ndarray:
+def whole_hops(samples: np.ndarray) -> np.ndarray:
     """Zero-pad [samples] to a multiple of the feature hop."""
     return np.pad(samples, (0, -len(samples) % FEATURE_HOP))

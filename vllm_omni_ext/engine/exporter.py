@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_omni_ext.engine.input_provider import Span
+from vllm_omni_ext.wire.stage_input import OPEN_END
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class ExportedSlice:
 
     Attributes:
         first: index of row 0 among all hidden states that the request exports.
-        last: the request exports no further hidden states.
+        last: the request exports no further hidden states, or as many as it has positions (`OPEN_END`).
     """
 
     first: int
@@ -26,12 +27,18 @@ class ExportedSlice:
 
 @dataclass(slots=True)
 class _Export:
-    ranges: tuple[tuple[int, int], ...]  # prompt positions, ascending, [start, stop)
+    ranges: tuple[tuple[int, int], ...]  # positions, ascending, [start, stop)
     done: int = 0  # positions before this one were exported already
 
     def before(self, position: int) -> int:
         """Return how many exported positions lie before `position`."""
         return sum(max(0, min(stop, position) - start) for start, stop in self.ranges)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all hidden states were exported that certainly follow from the request."""
+        stop = self.ranges[-1][1]
+        return stop == OPEN_END or self.done >= stop
 
     def due(self, span: Span) -> list[tuple[int, int]]:
         """Return the ranges of the span's positions that are to be exported and were not exported yet."""
@@ -76,7 +83,7 @@ class Exporter:
         export.done = max(export.done, until)
         if first == len(kept):
             return None
-        return ExportedSlice(first, kept[first:], until >= export.ranges[-1][1])
+        return ExportedSlice(first, kept[first:], export.whole)
 
     def rows(self, req_id: str, start: int, stop: int) -> slice:
         """Return the indices of positions [start, stop) among all hidden states that a request exports."""
@@ -97,7 +104,6 @@ class Exporter:
                 offset = base - span.start
                 picks = [hidden[offset + start : offset + stop] for start, stop in ranges]
                 export.done = span.start + span.count
-                last = export.done >= export.ranges[-1][1]
-                found[span.req_id] = ExportedSlice(export.before(ranges[0][0]), torch.cat(picks), last)
+                found[span.req_id] = ExportedSlice(export.before(ranges[0][0]), torch.cat(picks), export.whole)
             base += span.count
         return found

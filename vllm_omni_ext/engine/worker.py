@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,7 +231,8 @@ class HiddenStatesExportWorker(StageWorker):
     """Exports hidden states of chosen prompt positions to the next stage and attaches their address to the output.
 
     Steps without exporting requests run as in vLLM's worker. `additional_config["exported_layer"]` of the engine sets
-    the layer. A subclass may override `layer_to_export` to read the layer from the checkpoint's config.
+    the layer. A subclass may override `layer_to_export` to read the layer from the checkpoint's config, or to
+    export the model's output.
     """
 
     edge = ""
@@ -240,12 +241,15 @@ class HiddenStatesExportWorker(StageWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._exporter = Exporter()
+        self._layer: ExportedLayer | None = None
         self._sender = edge_sender(self.vllm_config.additional_config, self.edge)
         self._kept = KeptHiddenStates()
         self._exported: dict[str, torch.Tensor] = {}
 
-    def layer_to_export(self) -> int:
+    def layer_to_export(self) -> int | None:
         """Return the number of layers after which the hidden states are taken, 0 = the input embeddings.
+
+        None: the output of the whole model, from which it samples. Every model has that one.
 
         Raises:
             ConfigError: `additional_config` does not name the layer.
@@ -258,6 +262,9 @@ class HiddenStatesExportWorker(StageWorker):
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, and prepare the exported layer before the model is compiled or captured."""
         layer = self.layer_to_export()
+        if layer is None:
+            super().load_model(**kwargs)
+            return
         self.vllm_config.additional_config = {**self.vllm_config.additional_config, EXPORTED_LAYER: layer}
         super().load_model(**kwargs)
         self._layer = ExportedLayer(self.model_runner, self.vllm_config, layer)
@@ -308,10 +315,11 @@ class HiddenStatesExportWorker(StageWorker):
         return {req_id: each for req_id, each in restored.items() if each is not None}
 
     def _execute_exporting(self, step: SchedulerOutput) -> tuple[Any, dict[str, ExportedSlice]]:
-        runner = self.model_runner
-        with self._layer.exposed():
+        runner, layer = self.model_runner, self._layer
+        with nullcontext() if layer is None else layer.exposed():
             out = super().execute_model(step)
-        hidden, state = self._layer.take(), runner.execute_model_state
+        hidden = runner.execute_model_state.hidden_states if layer is None else layer.take()
+        state = runner.execute_model_state
         order = list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
         return out, self._exporter.cut(spans_of(order, step), hidden)
 

@@ -114,6 +114,9 @@ class EngineRequests:
         action, budget = send.action, send.budget
         params, own = self._parameters(action.stage, send.params)
         params.extra_args = {**(params.extra_args or {}), INPUT: _stage_input(action, own)}
+        if action.export:
+            params.extra_args[EXPORT] = [list(span) for span in action.export]
+            params.skip_reading_prefix_cache = True  # `KeptExports` reads it as far as hidden states are kept
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
         if budget is not None:
@@ -160,7 +163,9 @@ class EngineRequests:
 
 def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
     """Return the client's request, adapted for prefill, decode or both."""
-    request = _recomputed(send.request) if send.recompute else _resumed(send.request, send.tokens)
+    request = _resumed(send.request, send.tokens)
+    if send.recompute:
+        request = _recomputed(request)
     match send.side:
         case "prefill":
             return _prefill(request, send.engine_id)

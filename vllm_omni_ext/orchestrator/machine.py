@@ -283,18 +283,20 @@ class RequestMachine:
                 case Close():
                     self._close(state, stage, action.stream)
                 case _:
-                    self._start_prompt(state, stage, recompute=isinstance(action, Recompute))
+                    self._start_prompt(state, stage, action)
         except StageUnavailable as error:
             self._fail(state, stage, error)
 
-    def _start_prompt(self, state: RequestState, stage: str, *, recompute: bool) -> None:
+    def _start_prompt(self, state: RequestState, stage: str, action: Forward | Recompute) -> None:
         if state.client is None or stage != self.settings.frontend:
             raise RequestFailed(f"the flow forwards a request to stage '{stage}' that was not made for it")
         name = state.request_id
-        if recompute:
+        prompt = Prompt(state, stage, name)
+        if isinstance(action, Recompute):
             name = f"{name}/again/{state.recomputations}"
             state.recomputations += 1
-        state.prompts[name] = prompt = Prompt(state, stage, name, recompute=recompute)
+            prompt = Prompt(state, stage, name, recompute=True, tokens=list(action.tokens))
+        state.prompts[name] = prompt
         self.router.begin(prompt)
 
     def _binding(self, state: RequestState, source: str | None, stage: str, stream: str = "") -> Binding:

@@ -78,6 +78,7 @@ class Open:
         stop: token ids that end the request in that stage.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
+        export: ranges [start, stop) of positions whose hidden states the stage exports (`wire.stage_input.OPEN_END`).
     """
 
     stage: str
@@ -93,6 +94,7 @@ class Open:
     stop: tuple[int, ...] = ()
     params: Any = None
     features: Sequence[Any] = ()
+    export: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +157,13 @@ class Recompute:
     """Compute the prompt of a forwarded request again, so that the stage exports its hidden states again.
 
     The outputs of this computation have payloads, and no tokens.
+
+    Attributes:
+        tokens: ids of generated tokens, which are computed after the prompt.
     """
 
     stage: str
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)  # not frozen, see `Produced`

@@ -17,7 +17,7 @@ INPUT = "omni_input"
 CHUNK = "omni_chunk"
 PART = "omni_part"
 EXPORT = "omni_export"
-"""Prompt ranges [start, stop) of a forwarded request whose hidden states another stage needs."""
+"""Ranges [start, stop) of positions of a request whose hidden states another stage needs; the last may be open."""
 TICKET = "omni_ticket"
 """Key with which `Admission` finds a request's options; not sent to replicas."""
 ABORT_CLIENT = "omni_forget"
@@ -29,6 +29,9 @@ RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, ABORT_CLIENT, RESUMED}
 
 KEY_POSITIONS = 16
 """Number of prompt positions between two keys of `StageInput.prefix_keys`."""
+
+OPEN_END = 1 << 31
+"""Stop of an exported range that has no end: positions of generated tokens are exported too."""
 
 END = -1
 """Part index of a request that only ends its stream."""
@@ -120,5 +123,5 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 def export_ranges(extra_args: Mapping[str, Any] | None) -> list[tuple[int, int]]:
-    """Return the prompt ranges [start, stop) whose hidden states another stage needs; empty for most requests."""
+    """Return the ranges [start, stop) whose hidden states another stage needs; empty for most requests."""
     return [(int(a), int(b)) for a, b in (extra_args or {}).get(EXPORT, ())]

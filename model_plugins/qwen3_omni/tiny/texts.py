@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import MERGED_PATCHES, PATCH, RELEASED, Sizes
@@ -47,8 +49,8 @@ def tokenizer_json(vocabulary: Vocabulary) -> Json:
     return made
 
 
-def tokenizer_config(vocabulary: Vocabulary) -> Json:
-    """Return `tokenizer_config.json`."""
+def tokenizer_config(vocabulary: Vocabulary, names: Mapping[str, str] = MappingProxyType(NAMED_TOKENS)) -> Json:
+    """Return `tokenizer_config.json`; `names` are the attributes that the processor reads from the tokenizer."""
     return {
         "tokenizer_class": "Qwen2Tokenizer",
         "added_tokens_decoder": {str(token.pop("id")): token for token in tokenizer_json(vocabulary)["added_tokens"]},
@@ -61,8 +63,8 @@ def tokenizer_config(vocabulary: Vocabulary) -> Json:
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": False,
         "model_max_length": 131072,
-        "extra_special_tokens": NAMED_TOKENS,
-        **NAMED_TOKENS,
+        "extra_special_tokens": dict(names),
+        **names,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_SPECIAL_ID = 151643
@@ -100,12 +100,12 @@ def word_merges(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     return tuple(merges)
 
 
-def small_vocabulary() -> Vocabulary:
+def small_vocabulary(specials: Sequence[str] = SPECIAL_TOKENS) -> Vocabulary:
     """Return a vocabulary of a few hundred ids: 256 bytes, the role names, 12 words, and the special tokens."""
     merges = word_merges((*ROLE_IDS, *_WORDS))
     tokens = [*byte_letters(), *("".join(pair) for pair in merges)]
     ids = {token: index for index, token in enumerate(tokens)}
-    return Vocabulary(ids, merges, {token: len(ids) + index for index, token in enumerate(SPECIAL_TOKENS)})
+    return Vocabulary(ids, merges, {token: len(ids) + index for index, token in enumerate(specials)})
 
 
 def real_vocabulary() -> Vocabulary:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,25 +88,32 @@ def expected_maximum(count: int) -> float:
     return math.sqrt(2 * math.log(count))
 
 
+def draw(model: Any, rules: Sequence[Rule], generator: torch.Generator) -> None:
+    """Draw all parameters of a model, in the order of their names, each by the first rule that matches."""
+    import torch
+
+    transposed = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ConvTranspose1d)]
+    for name, parameter in sorted(model.named_parameters()):
+        rule = next(rule for rule in rules if re.search(rule.pattern, name))
+        std = rule.std
+        if rule.by_fan_in:
+            std /= math.sqrt(fan_in(name, tuple(parameter.shape), transposed))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + rule.mean)
+
+
 def fill(model: Any, sizes: Sizes, vocabulary: Vocabulary, seed: int) -> None:
     """Draw all parameters of a Qwen3-Omni model from one seeded generator, in the order of their names."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    transposed = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ConvTranspose1d)]
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            rule = next(rule for rule in RULES if re.search(rule.pattern, name))
-            std = rule.std
-            if rule.by_fan_in:
-                std /= math.sqrt(fan_in(name, tuple(parameter.shape), transposed))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + rule.mean)
-        _shape_thinker_head(model.thinker.lm_head.weight, vocabulary)
+        draw(model, RULES, generator)
+        shape_thinker_head(model.thinker.lm_head.weight, vocabulary)
         _shape_codec_head(model.talker.codec_head.weight, sizes, model.config.talker_config.codec_eos_token_id)
         _shape_wave(model.code2wav, sizes, generator)
 
 
-def _shape_thinker_head(head: torch.Tensor, vocabulary: Vocabulary) -> None:
+def shape_thinker_head(head: torch.Tensor, vocabulary: Vocabulary) -> None:
     """Restrict the thinker to readable text and the end of its turn; `head` is [vocabulary, hidden]."""
     import torch
 

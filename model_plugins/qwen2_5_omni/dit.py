@@ -1,0 +1,396 @@
+"""The diffusion transformer of token2wav, over blocks of an utterance as they arrive: codes in, mel frames out.
+
+Transformers solves the equation for a whole utterance, in 36 evaluations (`solver.py`). In each, every layer attends to
+the position's own block of `block_size` mel frames; some layers also attend to the block before
+(`look_backward_layers`) or after (`look_ahead_layers`). Of the evaluation before, a block therefore needs one later
+block for each layer that looks ahead, and no more. Here a block enters an evaluation when it has left the earlier one,
+and waits at a layer that looks ahead for the block after it. Each block is computed once for each evaluation and layer,
+and the results equal those over the whole utterance, up to the rounding of float32. A block is final when
+`evaluations * delay` later blocks have arrived, or the utterance has ended.
+
+Rows of a pass are blocks, of any number of utterances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
+    Qwen2_5OmniToken2WavDiTModel,
+    apply_rotary_pos_emb,
+    deinterleave_head_dim,
+)
+
+from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES, Solver
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A speaker, for the transformer.
+
+    Attributes:
+        speaker: embedding, [width].
+        reference: encoded reference spectrogram, [2, width]: with it, and for the prediction without conditions.
+    """
+
+    speaker: Tensor
+    reference: Tensor
+
+
+@dataclass(eq=False)
+class Block:
+    """Consecutive mel frames of an utterance.
+
+    Attributes:
+        first: position of the first frame.
+        length: number of frames; the last block of an utterance may have fewer than `block_size`.
+        condition: what the transformer gets of codes and voice, [rows, block_size, width].
+        value: solution at the beginning of the current step, [block_size, mel].
+        point: input of the next evaluation, [block_size, mel].
+        slopes: velocities of the current step so far.
+    """
+
+    first: int
+    length: int
+    condition: Tensor
+    value: Tensor
+    point: Tensor
+    slopes: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _AtLayer:
+    """What a layer of an evaluation keeps of an utterance.
+
+    Attributes:
+        waiting: blocks whose next block has not arrived, and their hidden states [blocks, rows, block_size, hidden].
+        before: keys and values of the last block that has left the layer, [2, rows, heads, block_size, head_dim].
+    """
+
+    waiting: list[Block] = field(default_factory=list)
+    hidden: Tensor | None = None
+    before: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Rotary cosines and sines of blocks [blocks, block_size, head_dim], and which frames exist, bool."""
+
+    numbers: tuple[tuple[int, int], ...]
+    cos: Tensor
+    sin: Tensor
+    exists: Tensor
+
+
+class DiTState:
+    """State of one utterance between parts.
+
+    Args:
+        seed: of the noise from which the equation starts.
+    """
+
+    def __init__(self, voice: Voice, solver: Solver, seed: int) -> None:
+        self.voice = voice
+        self.solver = solver
+        self.noise = torch.Generator().manual_seed(seed)
+        self.codes = torch.zeros(0, dtype=torch.int64)
+        self.frames = 0
+        self.layers: dict[tuple[int, int], _AtLayer] = {}
+
+    def at(self, evaluation: int, layer: int) -> _AtLayer:
+        return self.layers.setdefault((evaluation, layer), _AtLayer())
+
+
+class StreamingDiT:
+    """Solves the equation of several utterances block by block.
+
+    Args:
+        config: a checkpoint's `token2wav_config.dit_config`.
+
+    Attributes:
+        model: Transformers' module, which has the weights; its parameter names are those of a checkpoint.
+        delay: blocks that must follow a block before its mel frames are final, for each evaluation.
+    """
+
+    def __init__(self, config: Any) -> None:
+        if config.block_size % config.repeats:
+            raise ValueError(
+                f"dit_config: blocks of {config.block_size} mel frames are no whole number of codes of {config.repeats}"
+            )
+        self.model = Qwen2_5OmniToken2WavDiTModel(config)
+        self.codes = config.num_embeds + 1
+        self.repeats = config.repeats
+        self.block = config.block_size
+        self.mel = config.mel_dim
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.ahead = frozenset(config.look_ahead_layers) & frozenset(range(config.num_hidden_layers))
+        self.backward = frozenset(config.look_backward_layers)
+        self.delay = len(self.ahead)
+        self._modulations: dict[Solver, list[list[Tensor]]] = {}
+        self._placed: _Place | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.proj_out.weight.device
+
+    def voice(self, speaker: Tensor, reference: Tensor) -> Voice:
+        """Return a speaker from its embedding [1, width] and reference spectrogram [1, frames, mel]."""
+        encoder = self.model.input_embed.spk_encoder
+        both = torch.cat([reference, torch.zeros_like(reference)])
+        return Voice(speaker[0], encoder(both))
+
+    def decode(self, codes: Sequence[Tensor], states: Sequence[DiTState], lasts: Sequence[bool]) -> list[Tensor]:
+        """Add codes to utterances; return the mel frames of each that became final, [frames, mel].
+
+        Args:
+            codes: int64 [n] for each utterance, n may be 0.
+            lasts: no codes follow in the utterance.
+        """
+        found: list[Tensor] = [torch.zeros(0, self.mel, device=self.device)] * len(states)
+        groups: dict[Solver, list[int]] = {}
+        for i, state in enumerate(states):
+            groups.setdefault(state.solver, []).append(i)
+        for solver, members in groups.items():
+            some = [states[i] for i in members]
+            ends = [lasts[i] for i in members]
+            blocks = [self._blocks(codes[i], states[i], last) for i, last in zip(members, ends, strict=True)]
+            for i, done in zip(members, self._solve(solver, some, blocks, ends), strict=True):
+                if done:
+                    found[i] = torch.cat([block.value[: block.length] for block in done])
+        return found
+
+    def _blocks(self, codes: Tensor, state: DiTState, last: bool) -> list[Block]:
+        """Return the blocks that the codes complete; the rest is kept, unless it is the end."""
+        size = self.block // self.repeats
+        state.codes = torch.cat([state.codes, codes.cpu()])
+        count = -(-len(state.codes) // size) if last else len(state.codes) // size
+        taken, state.codes = state.codes[: count * size], state.codes[count * size :]
+        if not count:
+            return []
+        lengths = [self.repeats * len(piece) for piece in taken.split(size)]
+        noise = torch.randn(sum(lengths), self.mel, generator=state.noise).to(self.device)
+        padded = F.pad(taken, (0, count * size - len(taken))).to(self.device).view(count, size)
+        conditions = self._conditions(padded, state)
+        blocks = []
+        for length, rows, condition in zip(lengths, noise.split(lengths), conditions, strict=True):
+            start = F.pad(rows, (0, 0, 0, self.block - length))
+            blocks.append(Block(state.frames, length, condition, start, start))
+            state.frames += length
+        return blocks
+
+    def _conditions(self, codes: Tensor, state: DiTState) -> Tensor:
+        """Return reference, codes and speaker of blocks of codes [blocks, codes]: [blocks, rows, block_size, width]."""
+        embed, voice = self.model.text_embed.codec_embed, state.voice
+        rows = 2 if state.solver.guided else 1
+        spoken = [embed(codes), embed(torch.zeros_like(codes))][:rows]
+        code_rows = torch.stack(spoken, dim=1).repeat_interleave(self.repeats, dim=2)
+        speakers = torch.stack([voice.speaker, torch.zeros_like(voice.speaker)])[:rows]
+        shape = (len(codes), rows, self.block, -1)
+        wide = [each[None, :, None].expand(shape) for each in (voice.reference[:rows], speakers)]
+        return torch.cat([wide[0], code_rows, wide[1]], dim=-1)
+
+    def _solve(
+        self, solver: Solver, states: Sequence[DiTState], blocks: list[list[Block]], lasts: Sequence[bool]
+    ) -> list[list[Block]]:
+        """Move new blocks through all evaluations as far as they can go; return the blocks that are final."""
+        for evaluation in range(solver.evaluations):
+            ending = any(lasts) and bool(self.ahead)  # blocks that wait at a layer leave it at the end
+            if not (ending or any(blocks)):
+                return blocks
+            blocks = self._evaluate(evaluation, solver, states, blocks, lasts)
+            for block in (each for some in blocks for each in some):
+                block.point = solver.advance(evaluation, block.value, block.slopes)
+                if len(block.slopes) == STAGES:
+                    block.value, block.slopes = block.point, []
+        return blocks
+
+    def _evaluate(
+        self,
+        evaluation: int,
+        solver: Solver,
+        states: Sequence[DiTState],
+        blocks: list[list[Block]],
+        lasts: Sequence[bool],
+    ) -> list[list[Block]]:
+        """Compute velocities: each block that leaves the last layer has one more slope."""
+        modulations = self._modulated(solver)[evaluation]
+        new = [block for some in blocks for block in some]
+        rows = 2 if solver.guided else 1
+        hidden = torch.zeros(0, rows, self.block, self.model.hidden_size, device=self.device)
+        if new:
+            points = torch.stack([block.point for block in new])[:, None].expand(-1, rows, -1, -1)
+            conditions = torch.stack([block.condition for block in new])
+            hidden = self.model.input_embed.proj(torch.cat([points, conditions], dim=-1))
+        for number, layer in enumerate(self.model.transformer_blocks):
+            kept = [state.at(evaluation, number) for state in states] if self._neighbours(number) else []
+            blocks, hidden = self._layer(number, layer, modulations[number], kept, blocks, hidden, lasts)
+        left = [block for some in blocks for block in some]
+        if left:
+            shift_scale = modulations[-1]
+            normed = self.model.norm_out.norm(hidden) * (1 + shift_scale[0]) + shift_scale[1]
+            velocities = self.model.proj_out(normed)
+            slopes = solver.combined(velocities[:, 0], velocities[:, 1]) if rows == 2 else velocities[:, 0]
+            for block, slope in zip(left, slopes, strict=True):
+                block.slopes.append(slope)
+        return blocks
+
+    def _neighbours(self, number: int) -> bool:
+        return number in self.ahead or number in self.backward
+
+    def _layer(
+        self,
+        number: int,
+        layer: Any,
+        modulation: Tensor,
+        kept: Sequence[_AtLayer],
+        blocks: list[list[Block]],
+        hidden: Tensor,
+        lasts: Sequence[bool],
+    ) -> tuple[list[list[Block]], Tensor]:
+        """Apply one layer; return the blocks that leave it, and their hidden states [blocks, rows, block_size, hidden].
+
+        Args:
+            modulation: shift, scale and gate of the attention, then of the MLP, [6, hidden].
+            kept: what the layer keeps of each utterance, for a layer that attends to other blocks.
+        """
+        if number in self.ahead:
+            blocks, hidden = _with_waiting(kept, blocks, hidden)
+        every = [block for some in blocks for block in some]
+        if not every:
+            return blocks, hidden
+        normed = layer.attn_norm.norm(hidden) * (1 + modulation[1]) + modulation[0]
+        query, keys, values = self._projected(layer.attn, normed, every)
+        leaving = list(blocks)
+        if not kept:
+            whole = all(block.length == self.block for block in every)
+            mask = None if whole else self._place(every).exists[:, None, None, None]
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        else:
+            leaving, picked, attended = self._attend_over(number, kept, blocks, query, keys, values, lasts)
+            if number in self.ahead:
+                _wait(kept, blocks, leaving, hidden)
+                hidden = hidden[picked]
+            if not any(leaving):
+                return leaving, hidden
+        attended = attended.transpose(2, 3).flatten(3)
+        hidden = hidden + modulation[2] * layer.attn.to_out[0](attended)
+        normed = layer.ff_norm(hidden) * (1 + modulation[4]) + modulation[3]
+        return leaving, hidden + modulation[5] * layer.ff(normed)
+
+    def _projected(self, attention: Any, normed: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, [blocks, rows, heads, block_size, head_dim]; the first head is rotated."""
+        heads = [
+            project(normed).unflatten(-1, (self.heads, self.head_dim)).transpose(2, 3)
+            for project in (attention.to_q, attention.to_k, attention.to_v)
+        ]
+        place = self._place(blocks)
+        query, keys = (deinterleave_head_dim(each[:, :, 0]) for each in heads[:2])
+        rotated = apply_rotary_pos_emb(query, keys, place.cos, place.sin)
+        for whole, first in zip(heads[:2], rotated, strict=True):
+            whole[:, :, 0] = first
+        return heads[0], heads[1], heads[2]
+
+    def _place(self, blocks: Sequence[Block]) -> _Place:
+        """Return rotations and lengths of blocks; most layers of a pass have those of the layer before."""
+        numbers = tuple((block.first, block.length) for block in blocks)
+        if self._placed is None or self._placed.numbers != numbers:
+            firsts, lengths = torch.tensor(numbers, device=self.device).T[:, :, None]
+            offsets = torch.arange(self.block, device=self.device)
+            cos, sin = self.model.rotary_embed(self.model.proj_out.weight, firsts + offsets)
+            self._placed = _Place(numbers, cos, sin, offsets < lengths)
+        return self._placed
+
+    def _attend_over(
+        self,
+        number: int,
+        kept: Sequence[_AtLayer],
+        blocks: list[list[Block]],
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lasts: Sequence[bool],
+    ) -> tuple[list[list[Block]], Tensor, Tensor]:
+        """Attend to neighbouring blocks; return the blocks that leave the layer, their rows, and their results."""
+        every = [block for some in blocks for block in some]
+        both = torch.stack([keys, values], dim=1)  # [blocks, 2, rows, heads, block_size, head_dim]
+        exists = self._place(every).exists
+        held = [each.before for each in kept if each.before is not None]
+        if held:
+            both = torch.cat([both, torch.stack(held)])
+            exists = torch.cat([exists, exists.new_ones(len(held), self.block)])
+        none, stored = len(both), len(every)  # the row of a missing block is the one after all others
+        both = F.pad(both, (0, 0) * 5 + (0, 1))
+        exists = F.pad(exists, (0, 0, 0, 1))
+        leaving: list[list[Block]] = []
+        own: list[int] = []
+        around: list[list[int]] = []
+        row = 0
+        for state, some, last in zip(kept, blocks, lasts, strict=True):
+            count = len(some) if last or number not in self.ahead else len(some) - 1
+            before = none
+            if state.before is not None:
+                before, stored = stored, stored + 1
+            for i in range(max(count, 0)):
+                at = row + i
+                beside = [before if i == 0 else at - 1] if number in self.backward else []
+                beside.append(at)
+                if number in self.ahead:
+                    beside.append(at + 1 if i + 1 < len(some) else none)
+                own.append(at)
+                around.append(beside)
+            if count > 0 and number in self.backward:
+                state.before = both[row + count - 1].clone()
+            leaving.append(some[: max(count, 0)])
+            row += len(some)
+        picked = torch.tensor(own, dtype=torch.int64, device=self.device)
+        if not own:
+            return leaving, picked, query[:0]
+        where = torch.tensor(around, device=self.device)
+        near = both[where].movedim(1, 4).flatten(4, 5)  # [leaving, 2, rows, heads, neighbours * block_size, head_dim]
+        mask = exists[where].flatten(1)[:, None, None, None]
+        return leaving, picked, F.scaled_dot_product_attention(query[picked], near[:, 0], near[:, 1], attn_mask=mask)
+
+    def _modulated(self, solver: Solver) -> list[list[Tensor]]:
+        """Return shifts, scales and gates by evaluation and layer, [6, hidden]; the last entry is that of the output.
+
+        They depend on the time alone, so that they are computed once.
+        """
+        if solver not in self._modulations:
+            times = self.model.time_embed(solver.times().to(self.device))
+            by_layer = [
+                layer.attn_norm.linear(layer.attn_norm.silu(times)).unflatten(1, (6, -1))
+                for layer in self.model.transformer_blocks
+            ]
+            out = self.model.norm_out
+            scale, shift = out.linear(out.silu(times)).chunk(2, dim=1)
+            final = torch.stack([scale, shift], dim=1)
+            self._modulations[solver] = [[*(each[i] for each in by_layer), final[i]] for i in range(len(times))]
+        return self._modulations[solver]
+
+
+def _with_waiting(
+    kept: Sequence[_AtLayer], blocks: list[list[Block]], hidden: Tensor
+) -> tuple[list[list[Block]], Tensor]:
+    """Put the blocks that waited at a layer before the new ones of their utterance."""
+    pieces, joined, row = [], [], 0
+    for state, some in zip(kept, blocks, strict=True):
+        if state.hidden is not None:
+            pieces.append(state.hidden)
+        pieces.append(hidden[row : row + len(some)])
+        joined.append([*state.waiting, *some])
+        row += len(some)
+    return joined, torch.cat(pieces)
+
+
+def _wait(kept: Sequence[_AtLayer], blocks: list[list[Block]], leaving: list[list[Block]], hidden: Tensor) -> None:
+    """Keep the blocks that have not left a layer."""
+    row = 0
+    for state, some, gone in zip(kept, blocks, leaving, strict=True):
+        state.waiting = some[len(gone) :]
+        state.hidden = hidden[row + len(gone) : row + len(some)].clone() if state.waiting else None
+        row += len(some)

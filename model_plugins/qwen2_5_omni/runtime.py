@@ -1,0 +1,249 @@
+"""Checks Qwen2.5-Omni requests and creates their flows."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
+from vllm_omni_ext.connectors.chunks import ChunkSchedule
+from vllm_omni_ext.errors import PromptTooLong, RequestError
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import (
+    HEADER,
+    TALKER,
+    THINKER,
+    CodecIds,
+    ReadAloudFlow,
+    SpeechFlow,
+    SpeechPlan,
+)
+from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams, Utterance
+from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES
+from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
+from vllm_omni_ext.model_plugins.qwen2_5_omni.voice import TOKEN2WAV
+from vllm_omni_ext.model_plugins.qwen3_omni.runtime import (
+    MOST_SPEECH_TOKENS,
+    SAMPLE_RATE_HZ,
+    VOICE,
+    ReadAloud,
+    too_long,
+)
+from vllm_omni_ext.plugins.flow import ForwardFlow
+from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
+
+PREFERRED_VOICE = "Chelsie"  # Transformers' default speaker
+
+OPENAI_VOICES = {
+    **dict.fromkeys(("alloy", "ballad", "coral", "fable", "marin", "nova", "sage", "shimmer"), "chelsie"),
+    **dict.fromkeys(("ash", "cedar", "echo", "onyx", "verse"), "ethan"),
+}
+"""Speaker of the released checkpoint for each OpenAI voice name, for clients that send only OpenAI's names."""
+
+
+class Fields(BaseModel):
+    """Qwen2.5-Omni's own request fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    voice: str | None = Field(None, validation_alias=AliasChoices(VOICE, "speaker"))
+    """Name of the speaker; None: the checkpoint's default speaker."""
+
+
+class Qwen2_5OmniRuntime:
+    """Checks the requests of one checkpoint, and creates their flows."""
+
+    fields = Fields
+
+    def __init__(self, context: RuntimeContext) -> None:
+        config = context.hf_config
+        self._config = config
+        self._chunks: dict[str, Any] = {**context.chunks, ADAPTIVE: context.chunks.get(ADAPTIVE, True)}
+        self._limits = context.limits
+        self._token2wav = msgspec.convert(dict(context.defaults.get(TOKEN2WAV, {})), Token2WavParams)
+        self._speaks = bool(config.enable_audio_output)
+        self._speakers: dict[str, tuple[str, int]] = {}
+        if self._speaks:
+            model = context.model_config
+            found = speakers_of(model.model, model.revision)
+            self._speakers = {name.lower(): (name, int(speaker["bos_token"])) for name, speaker in found.items()}
+            self._ids = CodecIds.of(config)
+        thinker = config.thinker_config
+        self._media = frozenset((thinker.audio_token_index, thinker.image_token_index, thinker.video_token_index))
+        self._positions: Any = None
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Names of the speakers, sorted."""
+        return tuple(sorted(name for name, _ in self._speakers.values()))
+
+    @property
+    def default_voice(self) -> str:
+        """Name of the speaker for requests without a voice."""
+        return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
+
+    def speaker(self, voice: str | None) -> str | None:
+        """Return the speaker for a request's voice, a speaker's name or a key of `OPENAI_VOICES`; None if unknown.
+
+        The case of a name does not matter. The default speaker is returned for None, and for an OpenAI name whose
+        speaker the checkpoint lacks.
+        """
+        name = (self.default_voice if voice is None else voice).lower()
+        if name in self._speakers:
+            return self._speakers[name][0]
+        if name not in OPENAI_VOICES or not self._speakers:
+            return None
+        return self._speakers.get(OPENAI_VOICES[name], (self.default_voice, 0))[0]
+
+    @property
+    def most_codes(self) -> int:
+        """Largest number of codes that token2wav can decode for one request."""
+        dit = self._config.token2wav_config.dit_config
+        return min(self._limits[TOKEN2WAV], int(dit.max_position_embeddings) // int(dit.repeats))
+
+    def capabilities(self) -> Capabilities:
+        """Return the output modalities: text, and sound if the checkpoint has a talker."""
+        text = frozenset({THINKER})
+        if not self._speaks:
+            return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text})
+        return Capabilities(
+            modalities=(TEXT, AUDIO),
+            default_modalities=(TEXT, AUDIO),
+            routes={TEXT: text, AUDIO: SpeechFlow.stages, "speech": ReadAloudFlow.stages},
+            card={
+                "voices": list(self.voices),
+                "default_voice": self.default_voice,
+                MOST_SPEECH_TOKENS: self._limits[THINKER],
+            },
+        )
+
+    def validate(self, options: RequestOptions) -> None:
+        """Raise RequestError if the checkpoint does not support the options."""
+        available = self.capabilities().modalities
+        for modality in options.modalities:
+            if modality not in available:
+                allowed = ", ".join(available)
+                raise RequestError(f"modalities: '{modality}' is not available; use {allowed}", parameter="modalities")
+        if not options.modalities:
+            raise RequestError("modalities: name at least one", parameter="modalities")
+        voice = options.fields.get(VOICE)
+        if voice is not None and self.speaker(voice) is None:
+            allowed = ", ".join(self.voices)
+            raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
+        for key, value in options.chunks.items():
+            self._check_chunks(f"chunks.{key}", key, value)
+
+    def _check_chunks(self, name: str, key: str, value: Any) -> None:
+        if key not in self._chunks:
+            raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
+        try:
+            chunk_value(key, value)
+        except ValueError as error:
+            raise RequestError(f"{name}: {error}", parameter=name) from None
+
+    def plan(self, request: Rendered, options: RequestOptions) -> Planned:
+        """Return the flow and the limits of a request; a request for text alone exports no hidden states.
+
+        Raises:
+            RequestError: the prompt, or the request's text or `max_tokens`, exceed the context of a stage.
+        """
+        if AUDIO not in options.modalities:
+            return Planned(flow=ForwardFlow(THINKER))
+        aloud = request.data if isinstance(request.data, ReadAloud) else None
+        prompt = list(request.prompt if aloud is None else aloud.prompt)
+        budget = self._budget(len(prompt), options)
+        text, frames = self._schedules(options)
+        speech = self._speech(prompt, request, options)
+        if aloud is not None:
+            room = self._limits[THINKER] - len(prompt) - 1
+            if len(aloud.reply) > room:
+                raise too_long(f"{len(aloud.reply)} tokens", room)
+            flow = ReadAloudFlow(speech, aloud.reply, text=text, frames=frames)
+            return Planned(flow=flow, budgets={TALKER: budget, THINKER: 1})
+        return Planned(
+            flow=SpeechFlow(speech, text=text, frames=frames, text_too=TEXT in options.modalities),
+            budgets={TALKER: budget},
+            frontend_args={EXPORT: [[0, OPEN_END]]},
+            skip_prefix_cache=True,
+        )
+
+    def _speech(self, prompt: list[int], request: Rendered, options: RequestOptions) -> SpeechPlan:
+        voice = self.speaker(options.fields.get(VOICE) or None)
+        assert voice is not None, "it has been checked"
+        params = options.params.get(TOKEN2WAV) or self._token2wav
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+        return SpeechPlan(
+            prompt=prompt,
+            media=self._media,
+            voice=self._speakers[voice.lower()][1],
+            ids=self._ids,
+            utterance=Utterance(speaker=voice, params=params),
+            delay=self._delay(params),
+            sample_rate=SAMPLE_RATE_HZ,
+            positions=self._talker_positions(request) if request.features else None,
+        )
+
+    def _delay(self, params: Token2WavParams) -> int:
+        """Return how many codes must follow a code before its sound is final, about."""
+        dit = self._config.token2wav_config.dit_config
+        blocks = 1 + STAGES * (params.num_steps - 1) * len(dit.look_ahead_layers)
+        return int(blocks * dit.block_size // dit.repeats)
+
+    def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
+        """Return the chunk schedules of text and codes."""
+        sizes = {**self._chunks, **options.chunks}
+        rate = self._code_rate() if sizes[ADAPTIVE] else 0.0
+        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
+
+    def _code_rate(self) -> float:
+        """Return the number of codes in a second of sound."""
+        token2wav = self._config.token2wav_config
+        return SAMPLE_RATE_HZ / (math.prod(token2wav.bigvgan_config.upsample_rates) * token2wav.dit_config.repeats)
+
+    def _budget(self, length: int, options: RequestOptions) -> int:
+        """Return the largest number of codes that the talker may generate, by its context and token2wav's length."""
+        most, wanted = self.most_codes, options.params.get(TALKER)
+        if wanted is not None and wanted.max_tokens is not None and wanted.max_tokens > most:
+            raise RequestError(
+                f"talker.max_tokens: {wanted.max_tokens} codes are more than token2wav takes; use at most {most}",
+                parameter="talker.max_tokens",
+            )
+        left = self._limits[TALKER] - length - HEADER
+        if left < 1:
+            raise PromptTooLong(
+                f"messages: the prompt has {length} tokens, and with {HEADER} more it fills the talker's context of "
+                f'{self._limits[TALKER]}; shorten it, or ask for modalities ["text"]',
+                parameter="messages",
+            )
+        return min(left, most)
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        """Return a stage's output tensor unchanged: sound of token2wav."""
+        return tensor
+
+    def _talker_positions(self, request: Rendered) -> bytes:
+        """Return the M-RoPE positions of the talker's prompt: those of the thinker's, then those of two text tokens."""
+        if self._positions is None:
+            self._positions = _position_model(self._config)
+        thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
+        after = int(thinker.max()) + 1
+        header = np.broadcast_to(np.arange(after, after + HEADER), (3, HEADER))
+        return np.ascontiguousarray(np.concatenate([thinker.numpy(), header], axis=1), dtype=np.int32).tobytes()
+
+
+def _position_model(config: Any) -> Any:
+    """Return an instance of vLLM's thinker class without layers: only its M-RoPE arithmetic, on the config, is used."""
+    from torch import nn
+    from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+
+    model = Qwen2_5OmniThinkerForConditionalGeneration.__new__(Qwen2_5OmniThinkerForConditionalGeneration)
+    nn.Module.__init__(model)
+    model.config = config.thinker_config
+    return model

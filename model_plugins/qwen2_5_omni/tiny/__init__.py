@@ -1,0 +1,1 @@
+"""Tiny random checkpoints of Qwen2.5-Omni."""

@@ -1,0 +1,65 @@
+"""Token2wav as a vLLM model: codes in as prompt tokens, a waveform out (`qwen_omni.waveform_model`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import VllmConfig
+
+from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Utterance
+from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
+from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
+from vllm_omni_ext.model_plugins.qwen2_5_omni.token2wav import Token2Wav, UtteranceState
+from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer, Job, PartStreams
+from vllm_omni_ext.model_plugins.qwen_omni.waveform_model import WaveformModel, WaveformPooler
+from vllm_omni_ext.wire.stage_input import PartHeader
+
+
+class UtteranceStreams(PartStreams):
+    """Decodes the parts of all streams in one call. Sound comes many parts later than its codes (`dit.py`)."""
+
+    def __init__(self, token2wav: Token2Wav, *, idle_s: float) -> None:
+        super().__init__(idle_s=idle_s)
+        self._token2wav = token2wav
+
+    def _open(self, header: PartHeader) -> UtteranceState:
+        try:
+            opened = msgspec.convert(header.payload, Utterance)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"payload: {error}") from error
+        params = opened.params
+        solver = Solver(params.num_steps, params.guidance_scale, params.sway_coefficient)
+        if params.seed is None:
+            raise ValueError("payload: the first part of an utterance has a seed")
+        return self._token2wav.new_state(opened.speaker, params.seed, solver)
+
+    def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
+        """Decode; of several parts of a stream, the last one gets the sound of all."""
+        codes = [torch.cat(job.chunks).flatten() for job in jobs]
+        waves = self._token2wav.decode(codes, [job.stream.state for job in jobs], [job.last for job in jobs])
+        for job, wave in zip(jobs, waves, strict=True):
+            for i in job.members:
+                answers[i] = torch.zeros(0)
+            answers[job.members[-1]] = wave
+
+
+class Qwen2_5OmniToken2Wav(WaveformModel):
+    """The pooling model that vLLM runs for the token2wav stage; its config is the checkpoint's `token2wav_config`."""
+
+    checkpoint_prefix = "token2wav."
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config)
+        model_config: Any = vllm_config.model_config
+        token2wav = Token2Wav(model_config.hf_config)
+        token2wav.set_speakers(speakers_of(model_config.model, model_config.revision))
+        self.pooler = WaveformPooler(
+            token2wav, UtteranceStreams(token2wav, idle_s=self.idle_s), try_out=token2wav.try_out
+        )
+
+    def warm_up(self) -> None:
+        """Run every kernel once, so that the first request does not wait."""
+        self.pooler.vocoder.try_out()

@@ -1,0 +1,1 @@
+"""Stage configs that come with Qwen2.5-Omni."""

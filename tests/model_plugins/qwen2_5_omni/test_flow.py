@@ -1,0 +1,163 @@
+"""Qwen2.5-Omni's flows with any failure at any step: the sound depends on the prompt and the text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
+from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import CodecIds, ReadAloudFlow, SpeechFlow, SpeechPlan
+from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import MEDIA, Token2WavParams, Utterance
+from vllm_omni_ext.plugins.flow import Open
+from vllm_omni_ext.testing import Reply, Work, check_flow
+from vllm_omni_ext.wire.envelope import StageError
+from vllm_omni_ext.wire.stage_input import OPEN_END
+
+IMAGE = 9
+PROMPT = [10, IMAGE, IMAGE, 11, 12]
+REPLY = (41, 42, 43, 44)
+IDS = CodecIds(pad=900, begin=901, end=902, mask=903)
+VOICE = 77
+AFTER = 3
+"""Codes after the last text token."""
+
+DELAY = 2
+"""Codes that must follow a code in the simulated token2wav."""
+
+SCHEDULES = [ChunkSchedule((ALL,)), ChunkSchedule((1,)), ChunkSchedule((1, 2))]
+
+
+def speech() -> SpeechPlan:
+    utterance = Utterance(speaker="Ethan", params=Token2WavParams(seed=3))
+    return SpeechPlan(
+        prompt=PROMPT,
+        media=frozenset({IMAGE}),
+        voice=VOICE,
+        ids=IDS,
+        utterance=utterance,
+        delay=DELAY,
+        sample_rate=24_000,
+    )
+
+
+def state(position: int, token: int) -> int:
+    return 1000 * position + token
+
+
+def thinker(work: Work) -> Iterator[Reply | None]:
+    """Export the hidden states of two positions a step, and the last ones with the first token."""
+    message = work.take()
+    aloud = isinstance(message, Open)
+    known = list(message.prompt) if aloud else [*PROMPT, *work.resumed]
+    assert not aloud or message.export == ((0, OPEN_END),)
+    states = [state(i, token) for i, token in enumerate(known)]
+    for start in range(0, len(states) - 2, 2):
+        yield Reply(hidden_states=states[start : start + 2])
+    rest = states[len(states) - len(states) % 2 - 2 * (len(states) % 2 == 0) :]
+    if aloud or work.recompute:
+        yield Reply(tokens=(0,), hidden_states=rest, finish="length")
+        return
+    index = len(work.resumed)
+    while True:
+        last = index == len(REPLY) - 1
+        yield Reply(tokens=(REPLY[index],), hidden_states=rest, finish="stop" if last else None)
+        rest = [state(len(PROMPT) + index, REPLY[index])]
+        index += 1
+        if last:
+            return
+
+
+def code(text: list[int], reply: list[int], hidden: list[int], codes: list[int]) -> int:
+    """The next code; it depends on all input so far and on all codes before."""
+    known = [*text, *reply[: len(codes) + 1], *hidden[: len(text) + min(len(reply), len(codes) + 1)], *codes]
+    return sum((i + 1) * token for i, token in enumerate(known)) % 97
+
+
+def talker(work: Work) -> Iterator[Reply | None]:
+    opened = work.take()
+    payload, codes, hidden = opened.payload, list(opened.payload.codes), list[int]()
+    assert payload.voice == VOICE and opened.stop == (IDS.pad, IDS.end)
+    assert opened.prompt == [IDS.mask] * len(PROMPT) + [IDS.pad, IDS.begin, *codes] and opened.done == len(codes)
+    reply, ended, last, ref = list(payload.reply), payload.ended, opened.last, opened.hidden_states
+    arrived, steps = opened.prompt_positions, opened.step_inputs
+    while True:
+        while (more := work.take()) is not None:
+            reply += more.payload.reply if more.payload else ()
+            ended |= bool(more.payload and more.payload.ended)
+            arrived, steps, last, ref = (
+                arrived + more.prompt_positions,
+                steps + more.step_inputs,
+                last or more.last,
+                more.hidden_states or ref,
+            )
+        if ref is not None and len(hidden) < ref.count:
+            if (stored := work.read(ref)) is None:
+                yield Reply(payload=StageError("the hidden states are gone"), finish="error")
+                return
+            hidden += stored[len(hidden) :]
+        assert arrived + steps == len(PROMPT) + 1 + len(reply) and last == ended
+        if (
+            arrived < len(opened.prompt) - opened.done
+            or len(hidden) <= len(PROMPT)
+            or (len(codes) > steps and not last)
+        ):
+            yield None
+            continue
+        assert len(hidden) >= len(PROMPT) + min(len(reply), len(codes) + 1), "a hidden state is missing"
+        if last and len(codes) == len(reply) + AFTER:
+            yield Reply(tokens=(IDS.end,), finish="stop")
+            return
+        codes.append(code(payload.text, reply, hidden, codes))
+        yield Reply(tokens=(codes[-1],))
+
+
+def token2wav(work: Work) -> Iterator[Reply | None]:
+    codes: list[int] = []
+    done = 0
+    first = True
+    while True:
+        if (part := work.take()) is None:
+            yield None
+            continue
+        assert (part.payload == speech().utterance) == first
+        first = False
+        codes += part.prompt
+        final = len(codes) if part.last else max(done, len(codes) - DELAY)
+        wave = np.cumsum(codes)[done:final]
+        done = final
+        yield Reply(payload=torch.from_numpy(wave).float(), finish="stop")
+
+
+STAGES = {"thinker": thinker, "talker": talker, "token2wav": token2wav}
+
+
+def spoken() -> np.ndarray:
+    """The sound of the reply without its last token."""
+    text = [MEDIA if token == IMAGE else token for token in PROMPT]
+    reply, codes = list(REPLY[:-1]), list[int]()
+    hidden = [state(i, token) for i, token in enumerate([*PROMPT, *reply])]
+    while len(codes) < len(reply) + AFTER:
+        codes.append(code(text, reply, hidden, codes))
+    return np.cumsum(codes).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "frames"),
+    [(SCHEDULES[0], SCHEDULES[0]), (SCHEDULES[1], ChunkSchedule((1, 2), 50.0)), (SCHEDULES[2], SCHEDULES[1])],
+)
+def test_a_reply_is_spoken_alike_with_any_failure(text: ChunkSchedule, frames: ChunkSchedule) -> None:
+    answer = check_flow(partial(SpeechFlow, speech(), text=text, frames=frames), STAGES, frontend="thinker")
+    assert answer.text == REPLY
+    np.testing.assert_array_equal(answer.outputs["audio"], spoken())
+
+
+@pytest.mark.parametrize("text", SCHEDULES[:2])
+def test_a_text_is_read_aloud_alike_with_any_failure(text: ChunkSchedule) -> None:
+    flow = partial(ReadAloudFlow, speech(), REPLY[:-1], text=text, frames=SCHEDULES[2])
+    answer = check_flow(flow, STAGES, frontend="thinker")
+    assert answer.text == ()
+    np.testing.assert_array_equal(answer.outputs["audio"], spoken())

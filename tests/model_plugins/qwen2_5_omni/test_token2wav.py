@@ -1,0 +1,154 @@
+"""Token2wav over parts of utterances equals Transformers' over whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.examples import examples
+from tests.support.qwen2_5_oracle import Oracle
+from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams, Utterance
+from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
+from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
+from vllm_omni_ext.model_plugins.qwen2_5_omni.token2wav import Token2Wav
+from vllm_omni_ext.model_plugins.qwen2_5_omni.token2wav_model import Qwen2_5OmniToken2Wav
+from vllm_omni_ext.wire.stage_input import PartHeader
+
+TOLERANCE = 1e-4
+CODES = 64
+PER_BLOCK = 4
+DELAY = 36
+"""Blocks that must follow: four evaluations of nine steps, one layer that looks ahead."""
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return Oracle(write_qwen2_5_omni(tmp_path_factory.mktemp("model") / "model"))
+
+
+@pytest.fixture(scope="module")
+def token2wav(oracle: Oracle) -> Token2Wav:
+    made = Token2Wav(oracle.model.config.token2wav_config)
+    made.load_state_dict(oracle.model.token2wav.state_dict())
+    made.set_speakers(oracle.model.speaker_map)
+    return made
+
+
+def codes_of(count: int, seed: int) -> Tensor:
+    return torch.randint(CODES, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def parts(codes: Tensor, rng: np.random.Generator, most: int) -> Iterator[tuple[Tensor, bool]]:
+    start = 0
+    while start < len(codes):
+        stop = min(len(codes), start + int(rng.integers(0, most + 1)))
+        yield codes[start:stop], stop == len(codes)
+        start = stop
+
+
+def decoded(token2wav: Token2Wav, codes: Tensor, *, part: int, solver: Solver) -> list[Tensor]:
+    state = token2wav.new_state("Ethan", 5, solver)
+    pieces = codes.split(part)
+    return [token2wav.decode([piece], [state], [i == len(pieces) - 1])[0] for i, piece in enumerate(pieces)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 37])
+def test_short_utterances_in_one_part(count: int, token2wav: Token2Wav, oracle: Oracle) -> None:
+    codes = codes_of(count, seed=count)
+    (wave,) = decoded(token2wav, codes, part=count, solver=Solver())
+    whole = oracle.spoken(codes.tolist(), "Ethan", 5)
+    assert wave.shape == whole.shape and np.abs(wave.numpy() - whole).max() <= TOLERANCE
+
+
+def test_sound_is_final_as_soon_as_the_equation_allows(token2wav: Token2Wav, oracle: Oracle) -> None:
+    codes = codes_of(4 * PER_BLOCK * (DELAY // 4 + 4), seed=1)
+    waves = decoded(token2wav, codes, part=PER_BLOCK, solver=Solver())
+    begins = next(i for i, wave in enumerate(waves) if len(wave))
+    frames = (begins + 1 - DELAY) * 2 * PER_BLOCK  # final mel frames, two a code
+    assert frames - 2 * PER_BLOCK <= token2wav.margin < frames
+    whole = oracle.spoken(codes.tolist(), "Ethan", 5)
+    assert np.abs(torch.cat(waves).numpy() - whole).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "solver", [Solver(num_steps=4), Solver(num_steps=3, guidance_scale=0.0), Solver(num_steps=5, sway_coefficient=0.4)]
+)
+def test_options_of_transformers(solver: Solver, token2wav: Token2Wav, oracle: Oracle) -> None:
+    codes, speaker = codes_of(120, seed=2), oracle.model.speaker_map["Ethan"]
+    torch.manual_seed(5)
+    with torch.no_grad():
+        whole = oracle.model.token2wav(
+            codes[None],
+            conditioning=speaker["cond"],
+            reference_mel=speaker["ref_mel"],
+            num_steps=solver.num_steps,
+            guidance_scale=solver.guidance_scale,
+            sway_coefficient=solver.sway_coefficient,
+        )
+    waves = decoded(token2wav, codes, part=17, solver=solver)
+    assert sum(bool(len(wave)) for wave in waves) > 1
+    assert (torch.cat(waves) - whole).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(examples(3)))
+def test_several_utterances_in_one_call_equal_each_alone(seed: int, token2wav: Token2Wav, oracle: Oracle) -> None:
+    """Of different lengths, voices, seeds and options, in parts of any size, also without codes."""
+    rng = np.random.default_rng(seed)
+    utterances = [
+        (codes_of(int(rng.integers(1, 200)), seed=int(rng.integers(100))), voice, int(rng.integers(1 << 40)))
+        for voice in ("Ethan", "Chelsie", "Ethan")
+    ]
+    states = [token2wav.new_state(voice, noise, Solver()) for _, voice, noise in utterances]
+    waiting = [parts(codes, rng, most=60) for codes, _, _ in utterances]
+    waves: list[list[Tensor]] = [[] for _ in utterances]
+    open_ones = set(range(len(utterances)))
+    while open_ones:
+        some = [i for i in open_ones if rng.random() < 0.7]
+        step = [(i, *next(waiting[i])) for i in some]
+        made = token2wav.decode([p for _, p, _ in step], [states[i] for i, *_ in step], [last for *_, last in step])
+        for (i, _, last), wave in zip(step, made, strict=True):
+            waves[i].append(wave)
+            open_ones -= {i} if last else set()
+    for (codes, voice, noise), pieces in zip(utterances, waves, strict=True):
+        whole = oracle.spoken(codes.tolist(), voice, noise)
+        assert np.abs(torch.cat(pieces).numpy() - whole).max() <= TOLERANCE
+
+
+def test_the_model_names_what_it_cannot_decode(oracle: Oracle, tmp_path: Path) -> None:
+    torch.save(oracle.model.speaker_map, tmp_path / "spk_dict.pt")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=oracle.model.config.token2wav_config, model=str(tmp_path), revision=None
+        ),
+        additional_config={},
+    )
+    model = Qwen2_5OmniToken2Wav(vllm_config=config)  # type: ignore[arg-type]
+    tensors = {f"token2wav.{name}": tensor for name, tensor in oracle.model.token2wav.state_dict().items()}
+    assert model.load_weights(tensors.items()) == {name for name, _ in model.named_parameters()}
+    streams = model.pooler.streams
+
+    def answer(utterance: Utterance | None) -> Tensor | str:
+        payload = None if utterance is None else ["utterance", utterance.speaker, _plain(utterance.params)]
+        header = PartHeader(stream="s", part=0, last=True, payload=payload)
+        return streams.decode([header], [codes_of(4, seed=0)[:, None]])[0]
+
+    spoken = answer(Utterance(speaker="Ethan", params=Token2WavParams(seed=5)))
+    assert isinstance(spoken, Tensor) and len(spoken) == 4 * 2 * 24
+    assert answer(Utterance(speaker="Nobody", params=Token2WavParams(seed=5))) == (
+        "the checkpoint has no speaker 'Nobody'"
+    )
+    assert answer(Utterance(speaker="Ethan", params=Token2WavParams())) == (
+        "payload: the first part of an utterance has a seed"
+    )
+    assert str(answer(None)).startswith("payload: ")
+    assert len(streams) == 0
+
+
+def _plain(params: Token2WavParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in params.__struct_fields__}
