@@ -56,7 +56,7 @@ class Token2WavParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         sway_coefficient: moves the times towards the beginning (negative) or the end.
     """
 
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     num_steps: Annotated[int, msgspec.Meta(ge=2, le=50)] = 10
     guidance_scale: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 0.5
     sway_coefficient: Annotated[float, msgspec.Meta(ge=-1.0, le=1.0)] = -1.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from tests.serving.conftest import MODEL, asking, disconnect
 from tests.support.scripted import RATE, ScriptedOmni, sound
 from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.modalities.sound import pcm16
+from vllm_omni_ext.serving.direct import DirectServing
 from vllm_omni_ext.serving.speech import OF_FAMILIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -206,3 +209,17 @@ async def test_the_models_card_lists_modalities_and_voices(client: openai.AsyncO
     assert listed == {"voices": voices, "default_voice": "ethan"}
     with pytest.raises(openai.NotFoundError):
         await client.audio.speech.create(model="gpt-5", voice="ethan", input=TEXT)
+
+
+@pytest.mark.parametrize(("stages", "refused"), [({"thinker", "talker"}, True), ({"talker"}, False)])
+async def test_an_adapter_is_refused_where_the_text_stage_would_ignore_it(stages: set[str], refused: bool) -> None:
+    serving: Any = DirectServing.__new__(DirectServing)
+    serving.models = SimpleNamespace(lora_requests={"tune": object()})
+    plan = SimpleNamespace(frontend=lambda: SimpleNamespace(model_stage="thinker"))
+    capabilities = SimpleNamespace(routes={"speech": frozenset(stages)})
+    serving.model = SimpleNamespace(omni=SimpleNamespace(plan=plan), capabilities=capabilities)
+    for name in (None, MODEL):
+        serving.refuse_adapter(name, "speech")
+    serving.refuse_adapter("tune", "images")
+    with pytest.raises(RequestError, match="'tune' is an adapter") if refused else nullcontext():
+        serving.refuse_adapter("tune", "speech")

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
-from vllm_omni_ext.errors import OmniError
+from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.orchestrator.answers import with_first
 from vllm_omni_ext.serving.responses import DONE, EVENT_STREAM, as_vllm_error, named_event, refusal
 from vllm_omni_ext.serving.served import ServedModel
@@ -59,6 +59,16 @@ class DirectServing(GenerateBaseServing):
         """Return the error response if the request's `model` is not served; None if it is."""
         unknown = await self._check_model(request)
         return None if unknown is None else refusal(unknown)
+
+    def refuse_adapter(self, name: str | None, route: str) -> None:
+        """Refuse a LoRA adapter for requests of a route that uses the frontend: it would compute without the adapter.
+
+        Raises:
+            RequestError: `name` is that of an adapter.
+        """
+        frontend = self.model.omni.plan.frontend().model_stage
+        if name in self.models.lora_requests and frontend in self.model.capabilities.routes.get(route, ()):
+            raise RequestError(f"model: '{name}' is an adapter, which this API does not use", parameter="model")
 
     async def respond(self, answer: DirectAnswer, raw_request: Request, prefix: str) -> Response:
         """Start a request and return its response. The request id begins with `prefix`.

@@ -30,6 +30,9 @@ from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named
 from vllm_omni_ext.serving.served import ServedModel
 
 INPUT = "input"
+ROUTE = "speech"
+"""Key of the stages of these requests in `Capabilities.routes`."""
+
 SSE, BYTES = "sse", "audio"
 VOICES = ("voice", "speaker")
 MAX_NEW_TOKENS = "max_new_tokens"
@@ -86,6 +89,7 @@ async def create_speech(request: SpeechRequest, raw_request: Request) -> Respons
     serving: DirectServing = raw_request.app.state.omni_serving_speech
     if (unknown := await serving.check_model(request)) is not None:
         return unknown
+    serving.refuse_adapter(request.model, ROUTE)
     return await serving.respond(await read_speech(request, serving.model), raw_request, "speech")
 
 
