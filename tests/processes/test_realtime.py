@@ -7,28 +7,36 @@ import base64
 import contextlib
 import io
 import json
+import os
 import signal
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import openai
+import psutil
 import pytest
 import soundfile
 import websockets
 
 from examples.server import Server
 from tests.processes.test_http import alike
+from tests.support.cluster import KEY, kill, overrides, status, until, wait_busy
+from tests.support.hostile import events
 from tests.support.realtime import Checker
+from tests.support.spoken import of_espeak, with_pauses
+from vllm_omni_ext.cli import main as command
 from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, Encoder, SoundFormat
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
 
 MODEL, RATE, MS = "tiny", 24_000, 48
 TELEPHONE = SoundFormat(PCMU, 8_000)
-WORDS, FRAMES = 12, 24
+WORDS, FRAMES, LONG_FRAMES = 12, 24, 300
 BLOCK = 32
 """Tokens in a block of the prefix caches."""
 
@@ -127,9 +135,9 @@ class Talk:
 
 
 @contextlib.asynccontextmanager
-async def talking(server: Server) -> AsyncIterator[Talk]:
+async def talking(server: Server, key: str = "none") -> AsyncIterator[Talk]:
     async with (
-        openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120) as client,
+        openai.AsyncOpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=120) as client,
         client.realtime.connect(model=MODEL) as connection,
     ):
         made = Talk(connection, client)
@@ -309,12 +317,91 @@ async def test_a_prompt_beyond_the_context_loses_its_oldest_items(server: Server
         assert done.usage.input_tokens < 2048
 
 
-@pytest.mark.needs("library onnxruntime", "library silero_vad", "library hibari")
-async def test_turns_of_speech_are_found_and_answered(server: Server) -> None:
-    from tests.support.spoken import SENTENCES, sentence, with_pauses
+HOSTILE, EVENTS_EACH = 25, 800
+MOST_GROWTH = 300 << 20
+"""Bytes by which hostile sessions may increase the largest memory of an API server."""
 
+
+def peak_bytes(pid: int) -> int:
+    """Return the largest resident memory that a process has had, since `forget_peak` or its start."""
+    (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def forget_peak(pid: int) -> None:
+    """Set the largest resident memory of a process to what it has now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+async def hostile(server: Server, messages: list[str | bytes]) -> None:
+    """Send malformed and hostile events; the session goes on after them."""
+    url = server.base_url.replace("http", "ws", 1) + f"/realtime?model={MODEL}"
+    async with websockets.connect(url, max_size=None, compression=None, open_timeout=120) as socket:
+
+        async def send() -> None:
+            for message in messages:
+                await socket.send(message)
+            await socket.send(json.dumps({"type": "conversation.item.delete", "item_id": "the end"}))
+
+        sending = asyncio.create_task(send())
+        async for text in socket:
+            if "'the end'" in text:
+                break
+        else:
+            raise AssertionError(f"closed: {socket.close_code} {socket.close_reason}")
+        await sending
+
+
+async def closed_after(server: Server, messages: list[str]) -> int | None:
+    """Send messages to a new session; returns the code with which the server closes the connection."""
+    url = server.base_url.replace("http", "ws", 1) + f"/realtime?model={MODEL}"
+    async with websockets.connect(url, max_size=None, compression=None, open_timeout=120) as socket:
+        with contextlib.suppress(websockets.ConnectionClosed):
+            for message in messages:
+                await socket.send(message)
+        with contextlib.suppress(websockets.ConnectionClosed):
+            async for _ in socket:
+                pass
+    return socket.close_code
+
+
+async def test_20000_hostile_events_change_no_other_session(server: Server) -> None:
+    async def conversation(number: int) -> list[tuple[str, np.ndarray]]:
+        answers = []
+        async with talking(server) as talk:
+            await talk.configure(instructions=f"You are cat {number}.")
+            for turn in range(2):
+                await talk.write(f"Tell me about moon {turn}")
+                done, samples = await talk.respond()
+                answers.append((done.output[0].content[0].transcript, samples))
+        return answers
+
+    attacks = [events(Random(seed), EVENTS_EACH) for seed in range(HOSTILE)]
+    expected = await asyncio.gather(*(conversation(number) for number in range(3)))
+    log, (api_server,) = len(server.log.read_text()), status(server)["api_servers"]
+    forget_peak(api_server["pid"])
+    before = peak_bytes(api_server["pid"])
+    began = time.monotonic()
+    attack = asyncio.gather(*(hostile(server, messages) for messages in attacks))
+    found = await asyncio.gather(*(conversation(number) for number in range(3)))
+    await attack
+    clear = json.dumps({"type": "input_audio_buffer.clear"})
+    assert await closed_after(server, [clear] * 5000) == 1008
+    assert await closed_after(server, ["x" * (17 << 20)]) == 1009
+    for answers, alone in zip(found, expected, strict=True):
+        for (words, sound), (same_words, same_sound) in zip(answers, alone, strict=True):
+            assert words == same_words and alike(sound, same_sound)
+    growth = peak_bytes(api_server["pid"]) - before
+    print(f"{HOSTILE * EVENTS_EACH} events, {time.monotonic() - began:.1f} s, memory {growth / 2**20:+.0f} MiB")
+    assert growth < MOST_GROWTH
+    text = server.log.read_text()[log:]
+    assert "Traceback" not in text and "ERROR" not in text, text[-3000:]
+
+
+@pytest.mark.needs("library onnxruntime", "library silero_vad")
+async def test_turns_of_speech_are_found_and_answered(server: Server) -> None:
     soxr = pytest.importorskip("soxr")
-    sound, places = with_pauses([sentence(text) for text in SENTENCES[:2]], (0.5, 1.5, 1.5))
+    sound, places = with_pauses(of_espeak()[:2], (0.5, 1.5, 1.5))
     samples = (soxr.resample(sound, 16_000, RATE) * 32767).astype("<i2")
     detection = {"type": "server_vad", "interrupt_response": False, "create_response": False}
     async with talking(server) as talk:
@@ -332,34 +419,130 @@ async def test_turns_of_speech_are_found_and_answered(server: Server) -> None:
         assert done.usage.input_token_details.audio_tokens > 20
 
 
-async def test_every_api_server_accepts_a_client_secret(tiny: Path, tmp_path: Path) -> None:
-    flags = ["--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2", "--api-key", "a-key"]
-    with Server(tiny, tmp_path / "server.log", flags) as running:
-        async with openai.AsyncOpenAI(base_url=running.base_url, api_key="a-key", max_retries=0) as client:
-            made = await client.realtime.client_secrets.create(
-                session={"type": "realtime", "instructions": "Be brief."}
-            )
-        async with contextlib.AsyncExitStack() as sessions:
-            for _ in range(4):  # the server with the fewest connections takes the next
-                browser = openai.AsyncOpenAI(base_url=running.base_url, api_key=made.value, max_retries=0)
-                await sessions.enter_async_context(browser)
-                connection = await sessions.enter_async_context(browser.realtime.connect(model=MODEL))
-                created = await asyncio.wait_for(connection.recv(), timeout=60)
-                assert created.session.instructions == "Be brief."
-            with urllib.request.urlopen(running.base_url.replace("/v1", "/metrics"), timeout=60) as page:
-                text = page.read().decode()
-        lines = [line for line in text.splitlines() if line.startswith("vllm_omni_ext:realtime_sessions{")]
-        servers = [line for line in lines if float(line.rpartition(" ")[2]) == 4]
-        assert len(servers) == 1, lines
+def test_load_of_spoken_turns(server: Server, tmp_path: Path) -> None:
+    question, file = tmp_path / "question.wav", tmp_path / "out.json"
+    soundfile.write(question, tone(300, 0.8), RATE)
+    words = ["bench", "speech", "--api", "realtime", "--url", server.base_url, "--rate", "10", "--requests", "6"]
+    words += ["--audio", str(question), "--realtime-input-speed", "0", "--voice", "chelsie", "--json", str(file)]
+    assert command.main(words) == 0
+    document = json.loads(file.read_bytes())
+    assert document["settings"]["model"] == MODEL
+    assert document["figures"]["answered"] == 6
+    length = document["answers"][0]["sound_s"]
+    for answer in document["answers"]:
+        assert answer["sound_s"] == pytest.approx(length)
+        assert 0 < answer["first_sound_s"] < answer["whole_s"]
+        assert answer["first_text_s"] is not None
+        assert answer["whole_s"] > length - 0.5, "the sound is sent as it is played"
 
 
-async def test_a_shutdown_ends_the_session_with_a_reason(server: Server) -> None:
-    async with talking(server) as talk:
+# -- two API servers --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two API servers and two talkers; answers of 2.3 s."""
+    talker = {"replicas": 2, "params": {"temperature": 0, "min_tokens": LONG_FRAMES, "max_tokens": LONG_FRAMES}}
+    flags = ["--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2", "--api-key", KEY]
+    flags += ["--shutdown-timeout", "30"]
+    flags += overrides(thinker=OVERRIDES["thinker"], talker=talker)
+    with Server(tiny, tmp_path_factory.mktemp("two") / "server.log", flags) as running:
+        yield running
+
+
+async def test_every_api_server_accepts_a_client_secret(two: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=two.base_url, api_key=KEY, max_retries=0) as client:
+        made = await client.realtime.client_secrets.create(session={"type": "realtime", "instructions": "Be brief."})
+    async with contextlib.AsyncExitStack() as sessions:
+        for _ in range(4):  # the server with the fewest connections takes the next
+            browser = openai.AsyncOpenAI(base_url=two.base_url, api_key=made.value, max_retries=0)
+            await sessions.enter_async_context(browser)
+            connection = await sessions.enter_async_context(browser.realtime.connect(model=MODEL))
+            created = await asyncio.wait_for(connection.recv(), timeout=60)
+            assert created.session.instructions == "Be brief."
+        with urllib.request.urlopen(two.base_url.replace("/v1", "/metrics"), timeout=60) as page:
+            text = page.read().decode()
+    lines = [line for line in text.splitlines() if line.startswith("vllm_omni_ext:realtime_sessions{")]
+    servers = [line for line in lines if float(line.rpartition(" ")[2]) == 4]
+    assert len(servers) == 1, lines
+
+
+async def test_a_response_goes_on_when_a_stage_is_killed(two: Server) -> None:
+    async with talking(two, KEY) as talk:
         await talk.configure()
-        stopping = asyncio.create_task(asyncio.to_thread(server.stop, signal.SIGINT))
-        assert (await talk.until("error")).error.code == "server_shutting_down"
-        with pytest.raises(websockets.ConnectionClosed) as caught:
-            await talk.until("session.updated")
-        assert caught.value.rcvd is not None
-        assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (1001, "server_shutting_down")
+        await talk.write("Tell me about the moon")
+        done, expected = await talk.respond(conversation="none")
+        await talk.send("response.create", response={"conversation": "none"})
+        first = len(talk.events)
+        await talk.until("response.output_audio.delta")
+        name = await asyncio.to_thread(wait_busy, two, "talker")
+        kill(two, name)
+        again = (await talk.until("response.done")).response
+    deltas = [each.delta for each in talk.events[first:] if each.type == "response.output_audio.delta"]
+    sound = np.frombuffer(b"".join(map(base64.b64decode, deltas)), "<i2")
+    assert again.output[0].content[0].transcript == done.output[0].content[0].transcript
+    assert again.status == done.status and alike(sound, expected)
+
+
+async def test_a_client_of_a_killed_api_server_restores_its_items_in_a_new_session(two: Server) -> None:
+    """Two sessions, one on each API server, with equal conversations; one server is killed."""
+    settings = {"instructions": "You are a cat.", "output_modalities": ["text"]}
+    async with contextlib.AsyncExitStack() as sessions, talking(two, KEY) as kept:
+        for _ in range(10):  # the server with the fewest connections takes the next, unless both are idle
+            lost = await sessions.enter_async_context(talking(two, KEY))
+            if (pid := pid_of(two, lost)) != pid_of(two, kept):
+                break
+        for talk in (kept, lost):
+            await talk.configure(**settings)
+            await talk.say(tone(300, 0.8))
+            await talk.write("Tell me about the moon")
+            await talk.respond()
+        items = []
+        for item_id in lost.checker.items:
+            await lost.send("conversation.item.retrieve", item_id=item_id)
+            items.append((await lost.until("conversation.item.retrieved")).item.model_dump(exclude_none=True))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(websockets.ConnectionClosed):
+            await lost.until("session.updated")
+        restored = await sessions.enter_async_context(talking(two, KEY))
+        await restored.configure(**settings)
+        for item in items:
+            await restored.send("conversation.item.create", item=item)
+            await restored.until("conversation.item.done")
+        answers = []
+        for talk in (kept, restored):
+            await talk.write("And about the sun?")
+            done, _ = await talk.respond()
+            answers.append((done.output[0].content[0].text, done.usage.input_tokens))
+    assert answers[0] == answers[1] and answers[0][0]
+
+
+def pid_of(server: Server, talk: Talk) -> int:
+    """Return the process id of the API server that has a session."""
+    address = tuple(talk.connection._connection.local_address[:2])
+    for each in status(server)["api_servers"]:
+        if any(found.raddr == address for found in psutil.Process(each["pid"]).net_connections("tcp")):
+            return int(each["pid"])
+    raise AssertionError(address)
+
+
+async def test_a_shutdown_ends_sessions_with_a_reason_after_their_running_responses(two: Server) -> None:
+    assert await asyncio.to_thread(until, lambda: all(each["state"] == "UP" for each in status(two)["api_servers"]))
+    async with talking(two, KEY) as idle, talking(two, KEY) as busy:
+        for talk in (idle, busy):
+            await talk.configure()
+            await talk.write("Tell me about the moon")
+        await busy.send("response.create")
+        await busy.until("response.output_audio.delta")
+        stopping = asyncio.create_task(asyncio.to_thread(two.stop, signal.SIGINT))
+        for talk in (idle, busy):
+            assert (await talk.until("error")).error.code == "server_shutting_down"
+            with pytest.raises(websockets.ConnectionClosed) as caught:
+                await talk.until("session.updated")
+            assert caught.value.rcvd is not None
+            assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (1001, "server_shutting_down")
         assert await stopping == []
+    (done,) = (each.response for each in busy.events if each.type == "response.done")
+    assert done.status in ("completed", "incomplete") and done.output[0].content[0].transcript
+    deltas = [each.delta for each in busy.events if each.type == "response.output_audio.delta"]
+    assert sum(map(len, deltas)) * 3 / 4 / MS > 1800, "all of the sound"

@@ -120,10 +120,16 @@ def until(true: Callable[[], Any], seconds: float = SETTLE_S) -> bool:
     return True
 
 
+KEY = "a-key"
+"""API key of those servers that have one."""
+
+
 def get(server: Server, path: str) -> tuple[int, bytes]:
     """Status and body; (0, b"") without an answer."""
     try:
-        with urllib.request.urlopen(f"http://{HOST}:{server.port}{path}", timeout=10) as answer:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        asked = urllib.request.Request(f"http://{HOST}:{server.port}{path}", headers=headers)
+        with urllib.request.urlopen(asked, timeout=10) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
