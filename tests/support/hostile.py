@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from random import Random
 from typing import Any
 
@@ -38,7 +38,7 @@ def _valid(random: Random) -> dict[str, Any]:
     of = random.choice(IDS)
     match kind:
         case "session.update":
-            sound = {"format": random.choice(FORMATS), "turn_detection": random.choice(DETECTIONS)}
+            sound = {"format": {**random.choice(FORMATS)}, "turn_detection": copy(random.choice(DETECTIONS))}
             found["session"] = {"type": "realtime", "audio": {"input": sound}}
         case "input_audio_buffer.append":
             data = random.choice([b"", b"\x20", b"\0" * 960, random.randbytes(4800), b"\x20" * 48_000])
@@ -58,7 +58,7 @@ def _valid(random: Random) -> dict[str, Any]:
             found["response"] |= random.choice([{}, {"conversation": "none"}, {"input": []}, {"input": given}])
         case "response.cancel":
             found |= random.choice([{}, {"response_id": "resp_x"}])
-    return deepcopy(found)
+    return found
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
