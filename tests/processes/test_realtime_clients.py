@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ WORDS = {
     "second": ("green", "north", "monday"),
     "long": ("one", "two", "three", "four", "five", "six"),
 }
+LEAST_UNDERSTOOD = 0.85
+"""Least share of understood words, as that of `repeat` in the accuracy suite with few cases."""
+
 AGENTS = "openai-agents==0.24.0"
 PIPECAT = ("docopt==0.6.2", "num2words==0.5.14", "pipecat-ai[openai]==1.14.0")
 NODE = ("@openai/agents-realtime@0.20.0", "zod@4.6.7")
@@ -89,22 +94,50 @@ def run(command: list[str], server: Server, sounds: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Six responses: an answer, one that is interrupted, an answer, a function call, and two answers."""
+    """Ten responses: an answer, one that is interrupted, an answer, a function call, and six answers."""
     of: dict[str, list[Any]] = {}
     for event in found["events"]:
         of.setdefault(event["type"], []).append(event)
     assert "error" not in of and found["errors"] == [], (of.get("error"), found["errors"])
     responses = [event["response"] for event in of["response.done"]]
-    assert [each["status"] for each in responses] == ["completed", "cancelled", *["completed"] * 4]
+    assert [each["status"] for each in responses] == ["completed", "cancelled", *["completed"] * 8]
     assert responses[1]["status_details"]["reason"] == "turn_detected"
     kinds = [[item["type"] for item in each["output"]] for each in responses]
-    assert kinds == [["message"]] * 3 + [["function_call"]] + [["message"]] * 2
+    assert kinds == [["message"]] * 3 + [["function_call"]] + [["message"]] * 6
     assert all(each["output"][0]["content"][0]["transcript"] for each in responses if each is not responses[3])
     assert found["calls"] == [json.loads(responses[3]["output"][0]["arguments"])["at"]]
     cut = [event["audio_end_ms"] for event in of["conversation.item.truncated"]]
     assert len(cut) >= 2, "the server and the client truncate the interrupted sound"
     assert found["interrupted"] and found["sound_ms"] > 1000
     assert any(each["transcript"] for each in of["conversation.item.input_audio_transcription.completed"])
+    assert understood(responses, of["response.output_audio.delta"]) >= LEAST_UNDERSTOOD
+
+
+def understood(responses: list[Any], deltas: list[Any]) -> float:
+    """Return the share of the words in complete answers that a recogniser finds in their sound."""
+    import soxr
+
+    from dev.training.tiny_omni.judge import RATE, right_words
+
+    judge, right = recogniser(), list[bool]()
+    for response in responses:
+        pieces = [base64.b64decode(each["delta"]) for each in deltas if each["response_id"] == response["id"]]
+        if response["status"] == "completed" and pieces:
+            sound = np.frombuffer(b"".join(pieces), "<i2") / np.float32(32768)
+            words = response["output"][0]["content"][0]["transcript"].split()
+            right += right_words(words, judge(soxr.resample(sound, 24_000, RATE)))
+    return sum(right) / len(right)
+
+
+@cache
+def recogniser() -> Any:
+    from tests.accuracy.figures import recognisers
+
+    return recognisers()["whisper"]
+
+
+def test_openai(server: Server, sounds: Path) -> None:
+    check(run([sys.executable, str(CLIENTS / "openai_client.py")], server, sounds))
 
 
 def test_openai_agents(server: Server, sounds: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import { z } from "zod";
 
 const [url, folder] = process.argv.slice(2);
 const PIECE_MS = 100, PIECE = 4800, WAIT_MS = 60_000, END_MS = 1200;
+const SOUND = "response.output_audio.delta";
+const TURNS = ["second", "first", "second", "first"]; // the last spoken turns, as in talking.py
 const events = [], calls = [];
 let soundMs = 0, interrupted = 0, due = Date.now();
 
@@ -22,7 +24,7 @@ const look = tool({
 });
 const agent = new RealtimeAgent({ name: "tiny", instructions: "Be brief.", tools: [look] });
 const session = new RealtimeSession(agent, { transport: "websocket", model: "tiny" });
-session.transport.on("*", ({ delta, audio, ...event }) => events.push(event));
+session.transport.on("*", ({ delta, audio, ...event }) => events.push(event.type === SOUND ? { ...event, delta } : event));
 session.on("audio", (event) => (soundMs += event.data.byteLength / 48));
 session.on("audio_interrupted", () => interrupted++);
 
@@ -64,5 +66,10 @@ session.sendMessage("say seven");
 await silence(() => count("response.done") === 5);
 await say("first");
 await silence(() => count("response.done") === 6);
+for (const name of TURNS) {
+  const before = count("response.done");
+  await say(name);
+  await silence(() => count("response.done") > before);
+}
 session.close();
 console.log(JSON.stringify({ events, calls, sound_ms: soundMs, interrupted, errors: [] }));

@@ -64,6 +64,7 @@ async def main() -> None:
         await microphone.silence(lambda: seen.count("response.done") == 5)
         await microphone.say("first")
         await microphone.silence(lambda: seen.count("response.done") == 6)
+        await microphone.turns(lambda: seen.count("response.done"))
         receiving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await receiving

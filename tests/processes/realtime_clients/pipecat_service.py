@@ -103,6 +103,7 @@ async def main() -> None:
     await microphone.silence(lambda: seen.count("response.done") == 5)
     await microphone.say("first")
     await microphone.silence(lambda: seen.count("response.done") == 6)
+    await microphone.turns(lambda: seen.count("response.done"))
     await worker.cancel()
     await running
     seen.print(interrupted=interrupted, errors=errors)

@@ -11,6 +11,10 @@ from typing import Any
 
 PIECE_S, BYTES_A_S = 0.1, 48_000
 PIECE = bytes(round(PIECE_S * BYTES_A_S))
+SOUND = "response.output_audio.delta"
+TURNS = ("second", "first", "second", "first")
+"""The last spoken turns of each conversation, one after the other."""
+
 WAIT_S = 60.0
 END_S = 1.2
 """Silence after words, longer than the silence that ends a turn."""
@@ -45,6 +49,13 @@ class Microphone:
             while not until():
                 await self._piece(PIECE)
 
+    async def turns(self, ended: Callable[[], int]) -> None:
+        """Send `TURNS`, each after the response to the one before has ended; `ended` returns their number."""
+        for name in TURNS:
+            before = ended()
+            await self.say(name)
+            await self.silence(lambda before=before: ended() > before)
+
     async def _piece(self, data: bytes) -> None:
         self._due = max(self._due + PIECE_S, time.monotonic())
         await self._send(data)
@@ -60,8 +71,9 @@ class Seen:
         self.sound_ms = 0.0
 
     def take(self, event: dict[str, Any]) -> None:
-        """Keep an event, without its sound."""
-        self.events.append({name: value for name, value in event.items() if name not in ("delta", "audio")})
+        """Keep an event; of deltas only those of output sound have their content."""
+        left_out = ("audio",) if event["type"] == SOUND else ("delta", "audio")
+        self.events.append({name: value for name, value in event.items() if name not in left_out})
 
     def count(self, kind: str) -> int:
         """Return the number of events of a kind."""
