@@ -50,6 +50,15 @@ def test_a_new_coordinator_removes_no_replica_until_it_has_settled() -> None:
     assert follower.take(view(up(A), generation=2)) == [Detach(C, "it has left"), Forget(C)]
 
 
+def test_an_earlier_process_of_a_name_does_not_replace_the_next_one_at_a_new_coordinator() -> None:
+    follower = ViewDiff()
+    follower.take(view(up(A2)))
+    assert follower.take(view(up(A), generation=2, settled=False)) == []
+    assert follower.view is not None and [entry.member for entry in follower.view.replicas] == [A2]
+    assert follower.take(view(up(A2), generation=2, settled=False)) == []
+    assert follower.take(view(up(A), generation=3)) == [Detach(A2, "it has left"), Forget(A2), Attach(A)]
+
+
 def test_an_outdated_view_keeps_the_replicas_without_loads() -> None:
     follower = ViewDiff()
     assert follower.without_loads() is None

@@ -220,7 +220,8 @@ class MembershipMachine(RuleBasedStateMachine):
             assert attachments.now == attached
             assert {e.member for e in follower.view.replicas} == {e.member for e in self.view().replicas}
         elif follower.view is not None:
-            assert attachments.now >= attached
+            epochs = {entry.member.id: entry.member.epoch for entry in follower.view.replicas}
+            assert attachments.now >= {member for member in attached if epochs[member.id] <= member.epoch}
 
     def teardown(self) -> None:
         """After a long silence of all replicas nothing is left."""

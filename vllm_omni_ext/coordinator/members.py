@@ -151,7 +151,8 @@ class ViewDiff:
     """Keeps the last received view, and returns the changes of the next one. A subscriber may miss views in between.
 
     The views of a restarted coordinator list only the replicas that have sent it a heartbeat. Until such a view is
-    `settled`, replicas of earlier views keep their state, without a load.
+    `settled`, replicas of earlier views keep their state, without a load, also if an earlier process of the same name
+    sends heartbeats first.
     """
 
     def __init__(self) -> None:
@@ -169,11 +170,13 @@ class ViewDiff:
         return _changes(before.replicas if before else (), view.replicas)
 
     def _with_kept(self, view: View) -> View:
-        for entry in view.replicas:
-            self._kept.pop(entry.member.id, None)
         if view.settled:
             self._kept.clear()
-        all_entries = (*view.replicas, *self._kept.values())
+        listed = {entry.member.id: entry for entry in view.replicas}
+        for replica, kept in tuple(self._kept.items()):
+            if replica in listed and listed[replica].member.epoch >= kept.member.epoch:
+                del self._kept[replica]
+        all_entries = (listed | self._kept).values()
         return replace(view, replicas=tuple(sorted(all_entries, key=lambda entry: entry.member)))
 
     def without_loads(self) -> View | None:
