@@ -31,8 +31,10 @@ from examples.server import Server
 
 MODEL = "model"
 RATE_HZ = 24_000
-TEXT, FRAMES = 12, 24
+TEXT, FRAMES = 12, 8
 BLOCK = 32
+ROUNDING = 4
+"""Largest difference of a sample in PCM16."""
 REPLY = "The quick brown fox jumps over the lazy dog."
 OVERRIDES = {
     "thinker": {
@@ -50,6 +52,12 @@ def speech(seconds: float, seed: int) -> str:
     """Return noise as PCM16 in base64."""
     wave = np.random.default_rng(seed).uniform(-0.3, 0.3, int(seconds * RATE_HZ))
     return base64.b64encode((wave * 32767).astype("<i2").tobytes()).decode()
+
+
+def alike(one: bytes, other: bytes) -> bool:
+    """Return whether two sounds are equal up to rounding, which depends on the batches of code2wav."""
+    a, b = (np.frombuffer(each, "<i2").astype(np.int32) for each in (one, other))
+    return len(a) == len(b) > 0 and int(np.abs(a - b).max()) <= ROUNDING
 
 
 class Talk:
@@ -100,7 +108,7 @@ async def conversation(server: Server, turns: int, seconds: float, seed: int) ->
                     async with session.post(f"{server.base_url.removesuffix('/v1')}/reset_{cache}_cache") as reply:
                         reply.raise_for_status()
                 again, expected = await talk.answer()
-                assert sound == expected, f"turn {turn + 1}: another sound"
+                assert alike(sound, expected), f"turn {turn + 1}: another sound"
                 found.append((kept, again))
                 content = [{"type": "output_text", "text": REPLY}]
                 item = {"type": "message", "role": "assistant", "content": content}

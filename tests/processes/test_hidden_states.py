@@ -284,8 +284,8 @@ def test_a_conversation_continues_on_other_replicas(twofold: Any, monkeypatch: p
     assert same(answers, expected)
     size = 128  # of a block
     length = len(twofold._preprocess_chat_one([users[0]])["prompt_token_ids"]) - 3
-    for stage in ("talker", "thinker"):
-        assert [stages[stage].cached // size for stages in seen] == [0, length // size, 0, 3 * length // size], stage
+    assert [stages["talker"].cached // size for stages in seen] == [0, length // size, 0, 3 * length // size]
+    assert [stages["thinker"].cached > 0 for stages in seen] == [False, True, False, True]
     assert len({stages["talker"].replica for stages in seen[:2]}) == 1
     assert nothing_is_held(twofold)
 
