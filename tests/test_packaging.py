@@ -99,6 +99,7 @@ def test_the_wheel_has_every_module_and_entry_point_and_nothing_else(wheel):
         "vllm_omni_ext = vllm_omni_ext.boot:autoload",
         "omni_ext = vllm_omni_ext.plugin:register",
         "bagel = vllm_omni_ext.model_plugins.bagel.family:FAMILY",
+        "qwen2_5_omni = vllm_omni_ext.model_plugins.qwen2_5_omni.family:FAMILY",
         "qwen3_omni = vllm_omni_ext.model_plugins.qwen3_omni.family:FAMILY",
     ]
 
