@@ -110,6 +110,7 @@ class SpeechFlow:
         self._sent = 0  # ids of the reply in the talker
         self._ended = False  # these are all
         self._opened = False
+        self._spoken = False  # the talker has ended
         self._announced: HiddenStatesRef | None = None
         self._recomputations = 0
 
@@ -140,7 +141,9 @@ class SpeechFlow:
         return self._forward()
 
     def _forward(self) -> list[Action]:
-        """Give the talker what it can use of hidden states and reply."""
+        """Give the talker what it can use of hidden states and reply, unless it has ended and freed them."""
+        if self._spoken:
+            return []
         if self._complete and len(self._tokens) < 2:
             return [self._silence(TOO_SHORT), Finished()]
         # The last token is never an input of the thinker, so it has no hidden state.
@@ -244,7 +247,7 @@ class SpeechFlow:
         return Recompute(THINKER, tokens=tuple(self._tokens))
 
     def _on_talker(self, event: Produced) -> list[Action]:
-        done = event.finish is not None
+        done = self._spoken = event.finish is not None
         # The code with which speech ends is no sound; the last code at the length limit is.
         codes = event.tokens[:-1] if event.finish == "stop" else event.tokens
         frames = np.array(codes, np.int64)[:, None] if codes else None

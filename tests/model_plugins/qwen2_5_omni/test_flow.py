@@ -12,9 +12,9 @@ import torch
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import CodecIds, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import MEDIA, Token2WavParams, Utterance
-from vllm_omni_ext.plugins.flow import Open
+from vllm_omni_ext.plugins.flow import Open, Produced
 from vllm_omni_ext.testing import Reply, Work, check_flow
-from vllm_omni_ext.wire.envelope import StageError
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
 from vllm_omni_ext.wire.stage_input import OPEN_END
 
 IMAGE = 9
@@ -161,3 +161,14 @@ def test_a_text_is_read_aloud_alike_with_any_failure(text: ChunkSchedule) -> Non
     answer = check_flow(flow, STAGES, frontend="thinker")
     assert answer.text == ()
     np.testing.assert_array_equal(answer.outputs["audio"], spoken())
+
+
+def test_a_talker_that_ends_early_gets_no_more_hidden_states() -> None:
+    """It has freed them, so the thinker's later steps have none to announce."""
+    flow = SpeechFlow(speech(), text=SCHEDULES[1], frames=SCHEDULES[0])
+    flow.begin()
+    ready = HiddenStatesChunkReady(source="a", name="r", first=0, count=len(PROMPT))
+    flow.handle(Produced("thinker", (REPLY[0],), ready))
+    flow.handle(Produced("talker", (5,), None, "length"))
+    assert flow.handle(Produced("thinker", (REPLY[1],))) == []
+    assert flow.handle(Produced("thinker", (REPLY[2],), None, "stop")) == []
