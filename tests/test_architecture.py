@@ -28,7 +28,7 @@ MACHINE = (*(f"orchestrator.{name}" for name in _DECIDING), "observability.reque
 
 LAYERS = (
     {"encoding", "errors", "ids", "lifeline", "memory", "ports", "titles", "tiny.directory"},
-    {"patching", "patches", "evaluation", "vllm_hooks"},
+    {"batch", "patching", "patches", "evaluation", "vllm_hooks"},
     {"config", "compat", "environment", "metrics", "modalities", "plugin", "plugins", "model_plugins.*.family"}
     | {"connectors.base", "connectors.registry", "resampling"},
     {"topology", "pool", *MACHINE, "disaggregation.parameters", *MEMBERSHIP},
@@ -45,6 +45,7 @@ PURE = (
     "errors",
     "ids",
     "ports",
+    "batch",
     "config",
     "topology",
     "pool",

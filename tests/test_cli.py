@@ -35,7 +35,7 @@ def test_a_command_gets_the_rest_of_the_line(name, commands):
 def test_commands_that_use_internals_of_vllm_check_its_version(commands, monkeypatch, capsys):
     for name in cli.COMMANDS:
         cli.main([name])
-    unchecked = [(name, []) for name in ("doctor", "tiny", "bench", "eval", "top")]
+    unchecked = [(name, []) for name in ("doctor", "tiny", "bench", "eval", "run-batch", "top")]
     assert commands == ["checked", ("serve", []), "checked", ("plan", []), *unchecked]
 
     def wrong():
@@ -69,7 +69,7 @@ def test_without_a_known_command_the_known_ones_are_printed(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["serv"])
     assert stop.value.code == 2
-    assert "'serve', 'plan', 'doctor', 'tiny', 'bench', 'eval', 'top'" in capsys.readouterr().err
+    assert "'serve', 'plan', 'doctor', 'tiny', 'bench', 'eval', 'run-batch', 'top'" in capsys.readouterr().err
 
 
 def vllm(monkeypatch, *words: str) -> int:
@@ -102,6 +102,7 @@ def test_other_vllm_commands_are_refused(words, commands, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert "only 'vllm serve MODEL --omni' exists" in err
     assert "leave --omni out" in err
+    assert ("write 'vllm-omni-ext run-batch ...' instead" in err) == (words[0] == "run-batch")
 
 
 @pytest.mark.engine

@@ -24,10 +24,11 @@ SOUND = (
     "serving/realtime/*",
     "loadtest/*",
     "cli/bench*",
+    "batch/lines.py",
     "plugins/http.py",
 )
 """Where speech is the subject. A plugin that offers `/v1/audio/speech` reads its bodies, so `plugins/http.py` declares
-the API's name and the method."""
+the API's name and the method; `batch/lines.py` has the routes of all APIs."""
 
 EXAMPLES = (
     re.compile(r"\be\.g\. .*?(?=\.\s|\.$|\n\n|\Z)", re.DOTALL),  # to the end of the sentence

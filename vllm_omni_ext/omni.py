@@ -22,14 +22,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from vllm_omni_ext.disaggregation.parameters import KEY
-from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.grammars import refuse_empty_grammar
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.registry import modalities_of
 from vllm_omni_ext.observability.engine_stats import EngineNumbers, NoSeries, ReplicaStats, tokens_of
 from vllm_omni_ext.observability.observer import Observer
-from vllm_omni_ext.orchestrator.admission import Admission, Ticket
+from vllm_omni_ext.orchestrator.admission import PRIORITY, Admission, Ticket
 from vllm_omni_ext.orchestrator.answers import chunks, merged, until
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
@@ -44,6 +44,7 @@ from vllm_omni_ext.runtime.client.replica import StockReplica, bootstrap_client_
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections
 from vllm_omni_ext.runtime.client.text_client import TextClient
 from vllm_omni_ext.topology.plan import StagePlan
+from vllm_omni_ext.wire import priorities
 
 MOST_BAD_CHARACTERS = 100_000
 """Most characters of all `bad_words` of a request; tokenizing that many takes a few hundredths of a second."""
@@ -300,6 +301,7 @@ class AsyncOmni(TargetedLLM):
         _check_kv_transfer(sampling_params)
         _check_bad_words(sampling_params)
         refuse_empty_grammar(sampling_params)
+        ticket.priority = stock["priority"] = self._priority(stock.get("priority"))
         if isinstance(prompt, AsyncGenerator):  # vLLM's streamed input, for the frontend alone
             return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))
         if isinstance(prompt, dict) and "type" in prompt:
@@ -377,6 +379,7 @@ class AsyncOmni(TargetedLLM):
         """
         self._refuse_if_draining()
         ticket = self.admission.ticket(None, options)
+        ticket.priority = self._priority(None)
         self.admission.admit(ticket, rendered)
         self.admission.refuse_unused(ticket)
         return self._in_time(self._chunks(ticket, request_id))
@@ -403,6 +406,20 @@ class AsyncOmni(TargetedLLM):
             encode = partial(encode, split_special_tokens=True)
         ids: list[int] = await asyncio.get_running_loop().run_in_executor(self.renderer._executor, encode)
         return ids
+
+    def _priority(self, given: int | None) -> int:
+        """Return a request's priority: `given`, or that of the HTTP request.
+
+        Raises:
+            RequestError: it is not 0, but the frontend does not schedule by priority, or it is too large.
+        """
+        priority = given or PRIORITY.get()
+        if priority and self.vllm_config.scheduler_config.policy != "priority":
+            raise RequestError("priority: must be 0 without --scheduling-policy priority", parameter="priority")
+        if abs(priority) > priorities.MOST:
+            message = f"priority: must be {-priorities.MOST} to {priorities.MOST}"
+            raise RequestError(message, parameter="priority")
+        return priority
 
     def _refuse_if_draining(self) -> None:
         if self.draining:

@@ -83,6 +83,8 @@ def test_limits_of_sessions_fit_together(model: str) -> None:
         ("playground", True, "playground: LLM(omni=True) is a program without API servers; leave it out"),
         ("default_modalities", "text,video", "default_modalities: 'qwen3_omni' has no 'video'; use text, audio"),
         ("log_dir", "/etc/hostname", "log_dir: '/etc/hostname' is not a folder; name another one"),
+        ("batch_dir", "/etc/hostname", "batch_dir: '/etc/hostname' is not a folder; name another one"),
+        ("batch_dir", "made", "batch_dir: LLM(omni=True) has no HTTP routes; leave it out, got made"),
         ("log_dir", "/etc/hostname/logs", "log_dir: '/etc/hostname' is not a folder; name another one"),
     ],
 )

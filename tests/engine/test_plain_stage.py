@@ -20,6 +20,7 @@ from vllm_omni_ext.engine import plain_stage
 from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest, PlainScheduler, PlainWorker
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire.envelope import StageError, StageProgress, unpack
+from vllm_omni_ext.wire.priorities import of_part
 from vllm_omni_ext.wire.stage_input import FILLER, INPUT, PART, PartHeader, StageInput
 
 ROOM = 2
@@ -75,9 +76,15 @@ class Painter(PlainModel):
 class Engine:
     """The engine's loop: the scheduler, the worker, and the outputs that each client receives."""
 
-    def __init__(self, model: Painter | None = None, scheduler: Any = PlainScheduler, log_stats: bool = False) -> None:
+    def __init__(
+        self,
+        model: Painter | None = None,
+        scheduler: Any = PlainScheduler,
+        log_stats: bool = False,
+        policy: str = "fcfs",
+    ) -> None:
         config = SimpleNamespace(
-            scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=ROOM),
+            scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=ROOM, policy=policy),
             model_config=SimpleNamespace(max_model_len=LONGEST),
         )
         self.scheduler = scheduler(vllm_config=config, log_stats=log_stats)
@@ -304,6 +311,20 @@ def test_requests_wait_in_order_until_there_is_room_for_their_costs() -> None:
     assert engine.step() == 2
     engine.run()
     assert engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED) == []
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcde"), ("priority", "bdeca")])
+def test_waiting_requests_are_started_by_priority_and_then_by_age(policy: str, order: str) -> None:
+    """Parts are due later and later; the last one is no part."""
+    engine = Engine(policy=policy)
+    engine.scheduler._most = 1
+    now_ms = 1_700_000_000_000
+    numbers = [*(of_part(number, now_ms + due) for due, number in enumerate((2, 0, 1, 0))), 0]
+    for name, number in zip("abcde", numbers, strict=True):
+        engine.add(request(name, steps=1))
+        engine.scheduler._waiting[f"0/{name}"].request.priority = number
+    engine.run()
+    assert "".join(name[-1] for name in engine.got) == order
 
 
 def test_a_request_has_the_time_that_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,14 @@ def test_a_request_that_never_uses_the_frontend() -> None:
     assert machine.machine.held() == 0
 
 
+def test_every_stage_gets_the_priority_of_the_request() -> None:
+    machine = Machine(ar=0)
+    options = RequestOptions(modalities=("image",))
+    opened = m.Opened(request_id="r", external_id="r", flow=Pictures(), options=options, sink="sink", priority=3)
+    (sent,) = of(machine.send(opened), m.SendPart)
+    assert sent.priority == 3
+
+
 @pytest.mark.parametrize(
     ("finish", "outcome"), [("stop", "finished"), ("length", "finished"), ("abort", "aborted"), ("error", "failed")]
 )

@@ -36,7 +36,9 @@ def config_of(checkpoint: Path, *, seats: int = 8, rows: int = 32768) -> Any:
         model_config=SimpleNamespace(model=str(checkpoint), revision=None, dtype=torch.float32, max_model_len=2048),
         load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device=torch.device("cpu"), device_type="cpu"),
-        scheduler_config=SimpleNamespace(max_num_seqs=seats, max_num_batched_tokens=rows, async_scheduling=False),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=seats, max_num_batched_tokens=rows, async_scheduling=False, policy="fcfs"
+        ),
     )
 
 

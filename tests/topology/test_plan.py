@@ -206,6 +206,17 @@ def test_forbidden_engine_arguments_are_refused(
     assert str(caught.value).startswith(message)
 
 
+def test_with_batches_every_stage_schedules_by_priority(pipeline: PipelineSpec, cpu: Machine) -> None:
+    def policies(**config: Any) -> list[Any]:
+        return [stage.engine_args.get("scheduling_policy") for stage in plan_for(pipeline, cpu, **config).stages]
+
+    assert policies() == [None] * 3 and policies(batch_dir="made") == ["priority"] * 3
+    assert policies(text_args={"scheduling_policy": "priority"}) == ["priority"] * 3
+    path = "stages.talker.engine.scheduling_policy"
+    with pytest.raises(ConfigError, match=f"{path}: must be priority with batch_dir, got 'fcfs'"):
+        policies(batch_dir="made", stages={"talker": StageConfig(engine={"scheduling_policy": "fcfs"})})
+
+
 def test_a_value_equal_to_that_of_the_pipeline_is_accepted(pipeline: PipelineSpec, four_gpus: Machine) -> None:
     text_args = {"data_parallel_size": 1, "worker_cls": "pkg.W", "nnodes": 1}
     assert plan_for(pipeline, four_gpus, text_args=text_args).stage("thinker").engine_args["worker_cls"] == "pkg.W"

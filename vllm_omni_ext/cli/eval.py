@@ -76,7 +76,7 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
     found: list[tuple[str, AbstractContextManager[str]]]
     if args.serve:
         named = [each.partition("=") for each in args.topology or ["usual="]]
-        found = [(name, served(args.serve, name, shlex.split(flags))) for name, _, flags in named]
+        found = [(name, served(args.serve, f"topology '{name}'", shlex.split(flags))) for name, _, flags in named]
     else:
         found = [(name, nullcontext(url)) for name, url in map(_named, args.url or [URL])]
     names = [name for name, _ in found]

@@ -47,6 +47,9 @@ COMMANDS = {
     "eval": Command(
         "vllm_omni_ext.cli.eval", "measure how accurate running servers answer a suite of requests", extra="eval"
     ),
+    "run-batch": Command(
+        "vllm_omni_ext.cli.run_batch", "send the requests of a file to a server, and write their answers to another"
+    ),
     "top": Command("vllm_omni_ext.cli.top", "show the replicas of a running server and how busy they are"),
 }
 

@@ -104,6 +104,8 @@ def from_kwargs(
         )
     if config.playground:
         raise ConfigError("playground: LLM(omni=True) is a program without API servers; leave it out")
+    if config.batch_dir is not None:
+        raise ConfigError(f"batch_dir: LLM(omni=True) has no HTTP routes; leave it out, got {config.batch_dir}")
     refuse_joining(pipeline, config)
     return _plan(model, family, pipeline, hf_config, config, text_args, detect_machine())
 
@@ -137,8 +139,9 @@ def _read(
     config = with_settings(config, settings)
     if config.default_modalities is not None:
         modality_names(config.default_modalities, pipeline.modalities, f"'{pipeline.name}'")
-    if config.log_dir is not None:
-        _check_log_dir(Path(config.log_dir).absolute())
+    for key, folder in (("log_dir", config.log_dir), ("batch_dir", config.batch_dir)):
+        if folder is not None:
+            _check_folder(key, Path(folder).absolute())
     return pipeline, config
 
 
@@ -174,12 +177,12 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
 
 
-def _check_log_dir(folder: Path) -> None:
+def _check_folder(key: str, folder: Path) -> None:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"log_dir: '{existing}' is not a folder; name another one")
+        raise ConfigError(f"{key}: '{existing}' is not a folder; name another one")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"log_dir: this user may not write in '{existing}'; name another folder")
+        raise ConfigError(f"{key}: this user may not write in '{existing}'; name another folder")
 
 
 def _plan(

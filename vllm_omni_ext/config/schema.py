@@ -206,6 +206,12 @@ class Limits:
     realtime_sound_mib: Positive = _key(
         64, "Sound in the items of a session's conversation; at least `realtime_buffer_mib`.", "MiB", "MIB"
     )
+    max_batch_files_mib: Positive = _key(
+        16_384,
+        "A file or a batch is refused with status 413 if the files in `batch_dir` have more bytes together.",
+        "MiB",
+        "MIB",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,6 +361,12 @@ class OmniConfig:
         "Compute the sound of a realtime session while its user speaks, in whole blocks of the model's sound encoder, "
         "if it has blocks and the frontend has a prefix cache. False: all of it when the turn ends.",
         flag="",
+    )
+    batch_dir: Text | None = _key(
+        None,
+        "Directory for the files of `/v1/files` and `/v1/batches`, which continue after a restart; one deployment at a "
+        "time may use it. Every stage then schedules by priority. Null: there are no such routes.",
+        flag="DIR",
     )
     log_dir: Text | None = _key(
         None,

@@ -29,6 +29,7 @@ from vllm_omni_ext.engine.worker import StageWorker
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import Message, StageError, pack, unpack
+from vllm_omni_ext.wire.priorities import of_request
 from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
 
 _LAST = -1
@@ -226,6 +227,7 @@ class PlainScheduler(SchedulerInterface):
         self.connector = self.ec_connector = None  # the engine reads both attributes
         self.limits: Mapping[str, float] = {}
         self._most: int = vllm_config.scheduler_config.max_num_seqs
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._model_config = vllm_config.model_config
         self._log_stats = log_stats
         self._waiting: dict[str, _Entry] = {}
@@ -259,7 +261,7 @@ class PlainScheduler(SchedulerInterface):
         """Start waiting requests while the limits allow it, then schedule one step of all running requests."""
         output, waited = SchedulerOutput.make_empty(), {}
         while self._pause is PauseState.UNPAUSED and self._waiting and self._has_room():
-            req_id = next(iter(self._waiting))
+            req_id = self._next()
             entry = self._running[req_id] = self._waiting.pop(req_id)
             entry.request.status = RequestStatus.RUNNING
             self._record(entry.request, EngineCoreEventType.SCHEDULED)
@@ -272,9 +274,15 @@ class PlainScheduler(SchedulerInterface):
         vars(output)["waited"] = waited
         return output
 
+    def _next(self) -> str:
+        """Return the id of the waiting request that is started next: the oldest one of the lowest priority."""
+        if not self._by_priority:
+            return next(iter(self._waiting))
+        return min(self._waiting, key=lambda req_id: of_request(self._waiting[req_id].request.priority))
+
     def _has_room(self) -> bool:
-        """Return whether the first waiting request can run in addition to the running ones."""
-        costs = next(iter(self._waiting.values())).costs
+        """Return whether the next waiting request can run in addition to the running ones."""
+        costs = self._waiting[self._next()].costs
         return len(self._running) < self._most and all(
             cost + sum(entry.costs.get(name, 0) for entry in self._running.values()) <= self.limits[name]
             for name, cost in costs.items()

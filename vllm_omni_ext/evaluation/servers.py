@@ -39,7 +39,7 @@ def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
     """Start `vllm serve MODEL --omni FLAGS`, yield its URL, and stop it when the `with` block ends.
 
     Args:
-        name: name of the topology, for errors.
+        name: of the server, for errors.
 
     Raises:
         ServerFailed: the server did not start.
@@ -57,7 +57,7 @@ def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
         try:
             if (problem := _problem(process, f"http://{HOST}:{port}/health/ready")) is not None:
                 log.seek(0)
-                raise ServerFailed(f"topology '{name}': {problem}:\n{log.read().decode(errors='replace')[-TAIL:]}")
+                raise ServerFailed(f"{name}: {problem}:\n{log.read().decode(errors='replace')[-TAIL:]}")
             yield f"http://{HOST}:{port}/v1"
         finally:
             process.send_signal(signal.SIGINT)

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,9 @@ TEXT_OPTIONS = {
 }
 """Fields of requests whose values vLLM uses with the text of the frontend only: attribute of `SamplingParams`."""
 
+PRIORITY: ContextVar[int] = ContextVar("priority", default=0)
+"""Priority of the current HTTP request, from vLLM's header; for requests whose API has no field of its own for it."""
+
 
 @dataclass(kw_only=True)
 class Ticket:
@@ -39,6 +43,7 @@ class Ticket:
     Attributes:
         all_text: each output has all text so far, also if the handler needs the last output only.
         watch: called with the observer's record of the request; with `n` answers, once for each.
+        priority: for every stage of a request that is not sent to the frontend; the lowest is scheduled first.
         planned: the plan; None before `Admission.admit`.
         actions: the first actions of the flow.
         sink: the queue for the chunks and errors of the request; None if only the frontend answers it.
@@ -47,6 +52,7 @@ class Ticket:
     options: RequestOptions
     all_text: bool = False
     watch: Callable[[RequestTrace], None] | None = None
+    priority: int = 0
     planned: Planned | None = None
     actions: tuple[Action, ...] = ()
     sink: asyncio.Queue[Any] | None = None
@@ -226,6 +232,7 @@ class Admission:
                 actions=None if ticket.planned is None else ticket.actions,
                 budgets=planned.budgets,
                 arrival=time.time() if request is None else request.arrival_time,
+                priority=ticket.priority if request is None else request.priority,
                 trace_headers=None if request is None else request.trace_headers,
                 watch=ticket.watch,
             )

@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm_omni_ext.disaggregation.parameters import KEY, new_transfer_id, prefill_sampling, prefill_transfer
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.plugins.flow import Extend, Open, Submit
+from vllm_omni_ext.wire.priorities import of_part
 from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PART, RESUMED, PartHeader, StageInput
 
 _CHUNK_PARAMS = SamplingParams()
@@ -126,7 +127,13 @@ class EngineRequests:
         params.min_tokens = max(0, params.min_tokens - action.done)
         params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
         params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-        return _request(send.engine_id, list(action.prompt), sampling=params, features=action.features)
+        return _request(
+            send.engine_id,
+            list(action.prompt),
+            sampling=params,
+            features=action.features,
+            priority=send.priority,
+        )
 
     def _part(self, send: m.SendPart) -> EngineCoreRequest:
         action = send.action
@@ -137,28 +144,31 @@ class EngineRequests:
             empty=not action.prompt,
             payload=_plain(action.payload),
         )
-        return self._in_stream(send.engine_id, action, header, send.params)
+        return self._in_stream(send.engine_id, action, header, send.params, self._due(action, send.priority))
 
     def _stream_end(self, send: m.SendStreamEnd) -> EngineCoreRequest:
-        return self._in_stream(send.engine_id, send.action, PartHeader.end(send.stream), None)
+        header = PartHeader.end(send.stream)
+        return self._in_stream(send.engine_id, send.action, header, None, self._due(send.action, send.priority))
 
-    def _priority(self, action: Submit) -> int:
-        """Return vLLM's priority of a part: its due time in milliseconds. vLLM schedules the lowest first."""
+    def _due(self, action: Submit, priority: int) -> int:
+        """Return vLLM's priority of a part of a request with this priority."""
         due = time.monotonic() if action.due is None else action.due
-        return round(1e3 * (due + self._clock_offset))
+        return of_part(priority, round(1e3 * (due + self._clock_offset)))
 
-    def _in_stream(self, engine_id: str, action: Submit, header: PartHeader, given: Any) -> EngineCoreRequest:
+    def _in_stream(
+        self, engine_id: str, action: Submit, header: PartHeader, given: Any, priority: int
+    ) -> EngineCoreRequest:
         ends = header.part == END
         prompt = FILLER if ends or not action.prompt else list(action.prompt)
         features = () if ends else action.features
         if action.pooling_task is not None:
             pooling = PoolingParams(task=action.pooling_task, extra_kwargs=header.as_extra())  # type: ignore[arg-type]
-            return _request(engine_id, prompt, pooling=pooling, features=features, priority=self._priority(action))
+            return _request(engine_id, prompt, pooling=pooling, features=features, priority=priority)
         params, own = self._parameters(action.stage, given)
         params.extra_args = {**(params.extra_args or {}), PART: msgspec.structs.replace(header, params=own).as_extra()}
         params.output_kind = RequestOutputKind.DELTA
         params.detokenize = False
-        return _request(engine_id, prompt, sampling=params, features=features, priority=self._priority(action))
+        return _request(engine_id, prompt, sampling=params, features=features, priority=priority)
 
 
 def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:

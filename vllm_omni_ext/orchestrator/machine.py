@@ -319,7 +319,17 @@ class RequestMachine:
         self.placement.route(binding, binding.name)
         self._observer.sent(state.trace, source, replica, action.payload or action.prompt)
         params, budget = _params(state, action), state.budgets.get(action.stage)
-        self._out(m.SendOpen(replica, state.request_id, binding.name, action=action, params=params, budget=budget))
+        self._out(
+            m.SendOpen(
+                replica,
+                state.request_id,
+                binding.name,
+                action=action,
+                params=params,
+                budget=budget,
+                priority=state.priority,
+            )
+        )
 
     def _check_length(self, stage: str, tokens: int) -> None:
         """Raise RequestError if a sequence exceeds the stage's `max_model_len`; its engine does not check that.
@@ -358,8 +368,12 @@ class RequestMachine:
         engine_id = f"{stream}/{action.part}"
         self.placement.route(binding, engine_id, action)
         self._observer.sent(state.trace, source, replica, action.prompt or action.payload)
-        params = _params(state, action)
-        self._out(m.SendPart(replica, state.request_id, engine_id, stream=stream, action=action, params=params))
+        params, priority = _params(state, action), state.priority
+        self._out(
+            m.SendPart(
+                replica, state.request_id, engine_id, stream=stream, action=action, params=params, priority=priority
+            )
+        )
 
     def _close(self, state: RequestState, stage: str, stream: str) -> None:
         binding = state.bindings.get((stage, stream))
@@ -466,8 +480,9 @@ class RequestMachine:
         if engine_ids:
             self._out(m.AbortEngineRequests(replica, engine_ids))
         if part is not None:  # without effect if the stream has ended meanwhile
-            stream = binding.stream
-            self._out(m.SendStreamEnd(replica, binding.state.request_id, f"{stream}/end", stream=stream, action=part))
+            stream, state = binding.stream, binding.state
+            end_id, priority = f"{stream}/end", state.priority
+            self._out(m.SendStreamEnd(replica, state.request_id, end_id, stream=stream, action=part, priority=priority))
 
     def _deadline_passed(self, event: m.DeadlinePassed) -> None:
         for binding, error in self.placement.expired():

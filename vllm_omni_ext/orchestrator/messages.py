@@ -56,6 +56,7 @@ class Opened(Event, frozen=True, kw_only=True):
         actions: the result of `flow.begin()`, if that was called already.
         budgets: largest number of tokens that a stage may generate, by stage.
         arrival: Unix time, seconds.
+        priority: the request's priority in every stage; the lowest is scheduled first.
         watch: called with the observer's record of the request.
     """
 
@@ -68,6 +69,7 @@ class Opened(Event, frozen=True, kw_only=True):
     actions: tuple[Action, ...] | None = None
     budgets: Mapping[str, int] = {}
     arrival: float = 0.0
+    priority: int = 0
     trace_headers: Mapping[str, str] | None = None
     watch: Callable[[RequestTrace], None] | None = None
 
@@ -204,6 +206,7 @@ class SendOpen(Send, frozen=True, kw_only=True):
     action: Open
     params: Any = None
     budget: int | None = None
+    priority: int = 0
 
 
 class SendChunk(Send, frozen=True, kw_only=True):
@@ -218,6 +221,7 @@ class SendPart(Send, frozen=True, kw_only=True):
     stream: str
     action: Submit
     params: Any = None
+    priority: int = 0
 
 
 class SendStreamEnd(Send, frozen=True, kw_only=True):
@@ -225,6 +229,7 @@ class SendStreamEnd(Send, frozen=True, kw_only=True):
 
     stream: str
     action: Submit
+    priority: int = 0
 
 
 class SendKVRelease(Send, frozen=True, kw_only=True):

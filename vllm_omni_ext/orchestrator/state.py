@@ -121,6 +121,7 @@ class RequestState:
     sink: Any
     client: ClientRequest | None
     budgets: Mapping[str, int]
+    priority: int
     open_outputs: set[str]
     bindings: dict[tuple[str, str], Binding] = field(default_factory=dict)
     prompts: dict[str, Prompt] = field(default_factory=dict)
@@ -144,6 +145,7 @@ class RequestState:
             sink=event.sink,
             client=event.client,
             budgets=event.budgets,
+            priority=event.priority,
             open_outputs=set(event.flow.outputs),
         )
 

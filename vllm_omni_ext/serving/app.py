@@ -26,7 +26,7 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import adapters, health, operator_calls, text_responses
+from vllm_omni_ext.serving import adapters, batches, health, operator_calls, text_responses
 from vllm_omni_ext.serving.chat import METRICS, OmniServingChat
 from vllm_omni_ext.serving.keys import guard_all_routes, has_keys
 from vllm_omni_ext.serving.limits import media, texts, validation, video
@@ -87,6 +87,8 @@ async def run_app(
             logger.info("Starting the server on %s", listen_address)
             sock.listen()  # from now on clients can connect; the server below answers them
             ready()
+            if (worker := app.state.omni_batches) is not None:
+                worker.start()
             shutdown: Awaitable[None] = await serve_http(app, sock, peer_loads=_loads(omni), **_server_options(args))
             await shutdown
     finally:
@@ -116,6 +118,7 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     if omni.plan.config.playground:
         playground.add_routes(app, needs_key=has_keys(app))
         also_open = playground.paths()
+    app.state.omni_batches = batches.install(app, omni, args)
     if omni.plan.config.api_key_routes == ALL_ROUTES:
         guard_all_routes(app, also_open)
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ SHARED_FIELDS = frozenset(
         "safetensors_load_strategy",
         "safetensors_prefetch_block_size",
         "safetensors_prefetch_num_threads",
+        "scheduling_policy",
         "seed",
         "trust_remote_code",
         "use_tqdm_on_load",
@@ -50,6 +51,9 @@ to the frontend.
 
 COMPILATION = "compilation_config"
 """Name of the engine argument with vLLM's compilation settings."""
+
+BY_PRIORITY = "priority"
+"""vLLM's scheduling policy that orders requests by their priority, the lowest first."""
 
 Connections = Mapping[str, Mapping[str, Any]]
 """Fields of `ConnectorConfig` by the name of the edge."""
@@ -115,6 +119,13 @@ def user_engine_args(
         )
     cache = {} if stage.kv_cache_bytes is None else {"kv_cache_memory_bytes": stage.kv_cache_bytes}
     return {**stage.engine, **cache, **flags, **stage.engine_overrides}
+
+
+def check_policy(spec: StageSpec, args: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a stage does not schedule by priority, which batches need."""
+    if args["scheduling_policy"] != BY_PRIORITY:
+        path = f"{stage_path(spec.name)}.engine.scheduling_policy"
+        raise ConfigError(f"{path}: must be {BY_PRIORITY} with batch_dir, got {args['scheduling_policy']!r}; remove it")
 
 
 def parallel_size(path: str, field: str, args: Mapping[str, Any]) -> int:

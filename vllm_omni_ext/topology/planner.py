@@ -15,6 +15,8 @@ from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
 from vllm_omni_ext.plugins.spec import PipelineSpec, StageSpec
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.engine_args import (
+    BY_PRIORITY,
+    check_policy,
     connections,
     connector_config,
     parallel_size,
@@ -134,7 +136,11 @@ class _Planner:
             defaults = cpu_defaults(spec, facts, self.machine, self.replicas)
             if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
                 defaults["distributed_executor_backend"] = "uni"
+        if self.config.batch_dir is not None:
+            defaults["scheduling_policy"] = BY_PRIORITY
         args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
+        if self.config.batch_dir is not None:
+            check_policy(spec, args)
         more = connector_config(self.pipeline, spec, self.connectors)
         if self.config.limits.max_media_tokens is not None and is_frontend:
             more[MAX_MEDIA_TOKENS] = self.config.limits.max_media_tokens

@@ -16,10 +16,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
+from vllm_omni_ext.batch.lines import PRIORITY_HEADER
 from vllm_omni_ext.config.schema import OmniConfig
+from vllm_omni_ext.orchestrator.admission import PRIORITY
 from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
 from vllm_omni_ext.serving.responses import printable
+from vllm_omni_ext.wire import priorities
 
 MIB = 1 << 20
 WHOLE = "body"
@@ -75,6 +79,8 @@ SERVER_HEADER = "X-Api-Server"
 
 LONGEST_ERROR = 16 << 10
 """Bytes of an error response above which its texts are truncated. Some errors of vLLM list every wrong token id."""
+
+WRONG_PRIORITY = f"{PRIORITY_HEADER}: must be an integer from {-priorities.MOST} to {priorities.MOST}"
 
 _COMMA, _OPEN_ARRAY, _OPEN_OBJECT = b",[{"
 _OTHERS = bytes(set(range(256)).difference(b",[]{}"))
@@ -212,6 +218,14 @@ def _name(key: bytes) -> str:
         return WHOLE
 
 
+def read_priority(headers: Headers) -> int:
+    """Return the priority in a request's headers. Raises ValueError: it is no integer that is allowed."""
+    priority = int(headers.get(PRIORITY_HEADER, "0"))
+    if abs(priority) > priorities.MOST:
+        raise ValueError
+    return priority
+
+
 class RequestLimits:
     """ASGI middleware in front of every route: limits bodies, truncates error responses, and adds response headers.
 
@@ -229,8 +243,15 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        try:
+            PRIORITY.set(read_priority(headers))
+        except ValueError:
+            error = create_error_response(WRONG_PRIORITY, param=PRIORITY_HEADER)
+            await JSONResponse(error.model_dump(), error.error.code)(scope, receive, send)
+            return
         PIXELS.set(pixel_budget(self._config))
-        body = _Body(Headers(scope=scope), receive, self._config)
+        body = _Body(headers, receive, self._config)
         await self._app(scope, body.receive, _Answer(send, self._server).send)
 
 

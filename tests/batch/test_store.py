@@ -1,0 +1,137 @@
+"""The folder of files and batches."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, get_args
+
+import openai.types
+import pytest
+
+from vllm_omni_ext.batch import store as module
+from vllm_omni_ext.batch.lines import answer
+from vllm_omni_ext.batch.store import ENDED, MIB, NEXT, Batch, Full, InUse, NotFound, Status, Store
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "batches", most=MIB)
+
+
+def upload(store: Store, data: bytes = b"{}\n") -> str:
+    return store.add_file("in.jsonl", len(data), io.BytesIO(data)).id
+
+
+def create(store: Store, file_id: str | None = None, **fields: Any) -> Batch:
+    given = {"endpoint": CHAT, "window": "24h", "seconds": 86_400, "metadata": None, **fields}
+    return store.add_batch(input_file_id=file_id or upload(store), **given)
+
+
+def ended(store: Store, batch: Batch) -> Batch:
+    batch = batch.to("in_progress", total=1).to("finalizing").to("completed")
+    store.save(batch)
+    return batch
+
+
+def test_a_file_is_kept_listed_and_deleted(store: Store) -> None:
+    ids = [upload(store, b"a\n"), upload(store, b"bb\n")]
+    again = Store(store.folder, most=MIB)
+    assert [(file.id, file.bytes, file.purpose) for file in again.files()] == [
+        (ids[0], 2, "batch"),
+        (ids[1], 3, "batch"),
+    ]
+    assert again.contents(ids[1]).read_bytes() == b"bb\n"
+    openai.types.FileObject.model_validate(again.file(ids[0]).as_object(), strict=True)
+    again.delete_file(ids[0])
+    assert [file.id for file in store.files()] == ids[1:]
+    for gone in (ids[0], "batch-" + "0" * 32, "file-../../x", "../x", ""):
+        with pytest.raises(NotFound):
+            store.file(gone)
+    assert len(list(store.folder.rglob("*.*"))) == 2, "no other file is left"
+
+
+def test_limits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(store, bytes(MIB - 1000))
+    with pytest.raises(Full, match=r"1 MiB \(limits.max_batch_files_mib\)"):
+        upload(store, bytes(1000))
+    monkeypatch.setattr(module, "MOST_FILES", 2)
+    monkeypatch.setattr(module, "MOST_UNFINISHED", 2)
+    file_id = upload(store)
+    with pytest.raises(Full, match="keeps 2 files") as full:
+        upload(store)
+    assert full.value.many
+    batches = [create(store, file_id) for _ in range(2)]
+    with pytest.raises(Full, match="2 batches have not ended"):
+        create(store, file_id)
+    ended(store, batches[0])
+    create(store, file_id)
+    with store.contents(file_id).open("ab") as file:
+        file.write(bytes(1000))
+    with pytest.raises(Full, match="max_batch_files_mib"):
+        create(store, file_id)
+
+
+def test_the_oldest_batches_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BATCHES", 3)
+    first, running = create(store), create(store)
+    ended(store, first)
+    others = [ended(store, create(store)) for _ in range(3)]
+    assert [batch.id for batch in store.batches()] == [running.id, others[1].id, others[2].id]
+
+
+def test_a_file_that_a_batch_needs_is_not_deleted(store: Store) -> None:
+    batch = create(store)
+    with pytest.raises(InUse, match=batch.id):
+        store.delete_file(batch.input_file_id)
+    ended(store, batch)
+    store.delete_file(batch.input_file_id)
+
+
+def test_a_batch_has_openais_fields_in_every_state(store: Store) -> None:
+    assert NEXT.keys() | ENDED == set(get_args(Status.__value__ if hasattr(Status, "__value__") else Status))
+    assert set().union(*NEXT.values()) == (NEXT.keys() | ENDED) - {"validating"}
+    batch = create(store, metadata={"k": "v"})
+    with pytest.raises(AssertionError):
+        batch.to("completed")
+    for status in ("in_progress", "finalizing", "completed"):
+        batch = batch.to(status)
+        store.save(batch)
+        found = openai.types.Batch.model_validate(store.as_object(store.batch(batch.id)), strict=True)
+        assert (found.status, found.metadata, found.output_file_id) == (status, {"k": "v"}, None)
+    assert not found.model_extra
+    assert found.completed_at and found.in_progress_at and found.expires_at == found.created_at + 86_400
+    assert found.failed_at is found.cancelled_at is None
+
+
+def test_a_cancelled_batch_is_cancelling_until_it_has_ended(store: Store) -> None:
+    batch = create(store)
+    store.cancel(batch.id)
+    assert store.as_object(batch)["status"] == "cancelling" and store.as_object(batch)["cancelling_at"]
+    done = create(store)
+    store.cancel(ended(store, done).id)
+    assert store.as_object(store.batch(done.id))["status"] == "completed"
+    with pytest.raises(NotFound):
+        store.cancel("batch-" + "0" * 32)
+
+
+def test_output_is_listed_once_it_is_complete(store: Store) -> None:
+    batch = create(store)
+    write = store.writer(batch)
+    write(answer("a", "r", 200, "application/json", b"{}"))
+    with store.contents(batch.output).open("ab") as file:
+        file.write(b'{"custom_id": "b"')
+    assert [file.purpose for file in store.files()] == ["batch"]
+    answered, failed = store.done(batch)
+    assert (answered.ids, answered.count, failed.count) == ({"a"}, 1, 0)
+    write(answer("b", "r", 500, "text/plain", b"x"))
+    for _ in range(2):
+        store.list_output(batch)
+        found = store.as_object(batch)
+        assert [store.file(found[name]).bytes for name in ("output_file_id", "error_file_id")] == [
+            store.contents(file_id).stat().st_size for file_id in (batch.output, batch.failures)
+        ]
+        assert len(store.files()) == 3
+    assert store.contents(batch.output).read_bytes().count(b"\n") == 1

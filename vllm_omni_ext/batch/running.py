@@ -1,0 +1,173 @@
+"""Runs the lines of a batch: sends each to a server's route, again if the server is not available, some at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import random
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import httpx
+
+from vllm_omni_ext.batch.lines import FORMS, BadLine, Job, Line, Result, answer, refused
+from vllm_omni_ext.errors import OmniError
+
+AGAIN = frozenset(
+    {
+        HTTPStatus.TOO_MANY_REQUESTS,
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+    }
+)
+"""Statuses after which a line is sent again."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Pauses before a line is sent again; each is twice as long as the one before, less up to half of it at random."""
+
+CONNECT_S = 30.0
+"""Time limit of a connection. The server limits the time of an answer (`request_timeout_s`)."""
+
+Fetch = Callable[[str], Awaitable[bytes]]
+
+
+class ServerGone(OmniError):
+    """The server did not answer, or was not available, in all attempts to send a line."""
+
+
+class NotFetched(OmniError):
+    """The file behind a URL of a line could not be fetched."""
+
+
+class Sender:
+    """Sends lines to a server.
+
+    Args:
+        client: its base URL is the server's, without `/v1`.
+        fetch: returns the bytes behind an http or https URL; raises NotFetched.
+        headers: of every request.
+        attempts: how often a line is sent before `ServerGone` is raised; None: until it is answered.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, fetch: Fetch, *, headers: dict[str, str], attempts: int | None = None
+    ) -> None:
+        self._client = client
+        self._fetch = fetch
+        self._headers = headers
+        self._attempts = attempts
+
+    async def __call__(self, job: Job) -> Result:
+        """Send one line, and return its line of output.
+
+        Raises:
+            ServerGone: after the last attempt.
+        """
+        request_id = f"batch-{uuid.uuid4().hex}"
+        try:
+            content = await self._content(job)
+        except NotFetched as err:
+            error = {"error": {"message": str(err), "type": "BadRequestError", "param": None, "code": 400}}
+            return answer(job.custom_id, request_id, 400, "application/json", json.dumps(error).encode())
+        headers = {**self._headers, "X-Request-Id": request_id, **content.pop("headers", {})}
+        found = await self._answer(job.url, headers, content)
+        kind = found.headers.get("content-type", "")
+        return answer(job.custom_id, request_id, found.status_code, kind, found.content)
+
+    async def _answer(self, url: str, headers: dict[str, str], content: dict[str, Any]) -> httpx.Response:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                found = await self._client.post(url, headers=headers, **content)
+                if found.status_code not in AGAIN:
+                    return found
+                problem = f"status {found.status_code}: {found.text[:200]}"
+            except httpx.RequestError as err:
+                problem = str(err) or type(err).__name__
+            if attempt == self._attempts:
+                raise ServerGone(f"{url}: not answered in {attempt} attempts; the last one: {problem}")
+            longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempt - 1, 10))
+            await asyncio.sleep(longest * random.uniform(0.5, 1))
+
+    async def _content(self, job: Job) -> dict[str, Any]:
+        """Return httpx's arguments for the body: JSON, or a form with its files."""
+        if job.url not in FORMS:
+            return {"content": json.dumps(job.body).encode(), "headers": {"Content-Type": "application/json"}}
+        files, fields = [], dict(job.body)
+        for name, part in FORMS[job.url].items():
+            urls = fields.pop(name, None)
+            listed = isinstance(urls, list)
+            for url in urls if listed else [urls] if urls is not None else []:
+                files.append((f"{part}[]" if listed else part, (part, await self._bytes(url))))
+        return {"files": files, "data": form_fields(fields)}
+
+    async def _bytes(self, url: str) -> bytes:
+        return read_data_url(url) if url[:5].lower() == "data:" else await self._fetch(url)
+
+
+def read_data_url(url: str) -> bytes:
+    """Return the bytes of a data URL. Raises NotFetched: it is not a data URL."""
+    header, comma, data = url.partition(",")
+    try:
+        if comma:
+            in_base64 = header.lower().endswith(";base64")
+            return base64.b64decode(data, validate=True) if in_base64 else unquote_to_bytes(data)
+    except binascii.Error:
+        pass
+    raise NotFetched("a data URL must be data:TYPE;base64,DATA")
+
+
+def form_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a form: a list as several fields NAME[], an object as JSON, null as no field."""
+    fields: dict[str, Any] = {}
+    for name, value in body.items():
+        if isinstance(value, list):
+            fields[name if name.endswith("[]") else f"{name}[]"] = [_text(each) for each in value]
+        elif value is not None:
+            fields[name] = _text(value)
+    return fields
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+async def run(
+    lines: Iterator[Line],
+    send: Callable[[Job], Awaitable[Result]],
+    write: Callable[[Result], None],
+    places: asyncio.Semaphore,
+) -> None:
+    """Run lines, and write each result when it is there.
+
+    Args:
+        lines: read in threads, as a line may be long; the next one is read when the one before is being sent.
+        places: a line is sent when it has got one of these, which it has until its result is written. Several batches
+            with the same object take turns.
+
+    Raises:
+        ServerGone: a line could not be sent; the lines that are being sent are cancelled.
+        OSError: a result could not be written.
+    """
+
+    async def one(job: Job) -> None:
+        write(await send(job))
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                if isinstance(line, BadLine):
+                    write(refused(line))
+                    continue
+                await places.acquire()
+                # Not in `one`, which never begins if it is cancelled at once.
+                running.create_task(one(line)).add_done_callback(lambda _: places.release())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,359 @@
+"""The files and batches of `/v1/files` and `/v1/batches`, as plain files of a folder that all API servers share.
+
+    files/ID.jsonl      a file's contents; a batch appends to the files of its output while it runs
+    files/ID.json       the file's `FileRecord`; a file without it is not listed
+    batches/ID.json     a `Batch`; written by its creator, and then by the API server that runs the batches only
+    batches/ID.cancel   the time at which the batch was cancelled
+    lock                locked by the API server that runs the batches
+    wake                a named pipe that this API server reads: another one has created or cancelled a batch
+
+Every file but those of an output is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, Literal, TypeAlias
+
+import msgspec
+
+from vllm_omni_ext.batch.lines import Done, Line, Result, read_done, read_lines
+
+INPUT, OUTPUT = "batch", "batch_output"
+"""Values of a file's `purpose`."""
+
+MOST_LINES = 50_000
+"""Most lines of a batch, as in OpenAI's API."""
+
+MOST_FILES = 10_000
+MOST_UNFINISHED = 100
+"""Most batches that have not ended."""
+
+MOST_BATCHES = 10_000
+"""Number of batches above which the oldest ones that have ended are forgotten. Their files stay."""
+
+MIB = 1 << 20
+
+Status: TypeAlias = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
+
+NEXT: dict[str, frozenset[str]] = {
+    "validating": frozenset({"in_progress", "failed", "cancelling", "expired"}),
+    "in_progress": frozenset({"finalizing", "failed", "cancelling", "expired"}),
+    "finalizing": frozenset({"completed", "failed"}),
+    "cancelling": frozenset({"cancelled", "failed"}),
+}
+"""The states that follow a state; none follows those in `ENDED`."""
+
+_ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
+
+
+class NotFound(LookupError):
+    """There is no file or batch of this id."""
+
+
+class Full(Exception):
+    """A limit of the folder is reached. `many`: of a number of files or batches; otherwise of bytes."""
+
+    def __init__(self, message: str, *, many: bool = False) -> None:
+        super().__init__(message)
+        self.many = many
+
+
+class InUse(Exception):
+    """A batch that has not ended needs the file."""
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A file, without its contents. `created_at` is Unix time in seconds."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+
+    def as_object(self) -> dict[str, Any]:
+        """Return OpenAI's object of a file."""
+        return {"object": "file", "status": "processed", **msgspec.to_builtins(self)}
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch.
+
+    Attributes:
+        at: Unix time in seconds of each state that the batch has had.
+        output, failures: ids of the files of its output; they are listed when the batch has ended, unless empty.
+        total, completed, failed: numbers of lines; 0 until the input is read.
+        errors: why the batch has failed, as OpenAI's `errors.data`.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    at: dict[str, int] = {}
+    output: str
+    failures: str
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: list[dict[str, Any]] = []
+
+    def to(self, status: Status, **changes: Any) -> Batch:
+        """Return the batch in another state; AssertionError if that does not follow its state."""
+        assert status in NEXT.get(self.status, ()), f"{status} does not follow {self.status}"
+        return msgspec.structs.replace(self, status=status, at={**self.at, status: int(time.time())}, **changes)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the batch has ended."""
+        return self.status in ENDED
+
+
+class Store:
+    """The folder. All methods block, for the time of a few operations on files.
+
+    Args:
+        folder: is created if it does not exist, for its user alone.
+        most: most bytes of all files.
+        most_lines: of a batch.
+    """
+
+    def __init__(self, folder: Path, *, most: int, most_lines: int = MOST_LINES) -> None:
+        self.folder = folder
+        self.most_lines = most_lines
+        self._most = most
+        self._files, self._batches = folder / "files", folder / "batches"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder, self._files, self._batches):
+            path.mkdir(mode=0o700, exist_ok=True)
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def add_file(self, name: str, size: int, source: IO[bytes]) -> FileRecord:
+        """Copy an input into the folder.
+
+        Raises:
+            Full: the folder has too many bytes or files.
+        """
+        self.check_room(size)
+        if sum(1 for _ in self._files.glob("*.json")) >= MOST_FILES:
+            raise Full(f"this server keeps {MOST_FILES} files; delete some", many=True)
+        file_id = _new_id("file")
+        temporary = self._files / f"{file_id}.new"
+        try:
+            with temporary.open("wb") as file:
+                shutil.copyfileobj(source, file, MIB)
+            temporary.replace(self.contents(file_id))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return self._list(file_id, name, INPUT)
+
+    def _list(self, file_id: str, name: str, purpose: str) -> FileRecord:
+        record = FileRecord(
+            id=file_id,
+            bytes=self.contents(file_id).stat().st_size,
+            created_at=int(time.time()),
+            filename=name,
+            purpose=purpose,
+        )
+        _write(self._files / f"{file_id}.json", record)
+        return record
+
+    def check_room(self, more: int = 0) -> None:
+        """Raise Full if the folder would have too many bytes with `more` bytes."""
+        used = 0
+        for entry in os.scandir(self._files):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                used += entry.stat().st_size
+        if used + more > self._most:
+            limit = f"{self._most // MIB} MiB (limits.max_batch_files_mib)"
+            raise Full(f"the files of batches may have {limit} together, and have {used / MIB:.0f} MiB; delete some")
+
+    def contents(self, file_id: str) -> Path:
+        """Return the path of a file's contents; the file need not exist."""
+        return self._files / f"{file_id}.jsonl"
+
+    def file(self, file_id: str) -> FileRecord:
+        """Return a file's record; NotFound without such a file."""
+        return _read(self._files, file_id, FileRecord)
+
+    def files(self) -> list[FileRecord]:
+        """Return all files, the oldest first."""
+        return _all(self._files, FileRecord)
+
+    def delete_file(self, file_id: str) -> None:
+        """Delete a file.
+
+        Raises:
+            NotFound: there is no such file.
+            InUse: a batch needs it.
+        """
+        self.file(file_id)
+        for batch in self.batches():
+            if not batch.ended and batch.input_file_id == file_id:
+                raise InUse(f"{file_id}: {batch.id} has not ended; cancel it")
+        (self._files / f"{file_id}.json").unlink(missing_ok=True)
+        self.contents(file_id).unlink(missing_ok=True)
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def add_batch(self, *, endpoint: str, input_file_id: str, window: str, seconds: int, metadata: Any) -> Batch:
+        """Create a batch.
+
+        Args:
+            window: the request's `completion_window`, which are so many `seconds`.
+
+        Raises:
+            NotFound: there is no such file.
+            Full: too many batches have not ended, or the files have too many bytes.
+        """
+        self.file(input_file_id)
+        self.check_room()
+        batches = self.batches()
+        if sum(not batch.ended for batch in batches) >= MOST_UNFINISHED:
+            raise Full(f"{MOST_UNFINISHED} batches have not ended; wait, or cancel one", many=True)
+        for old in [batch for batch in batches if batch.ended][: max(0, len(batches) - MOST_BATCHES + 1)]:
+            for suffix in ("json", "cancel"):
+                (self._batches / f"{old.id}.{suffix}").unlink(missing_ok=True)
+        now = int(time.time())
+        batch = Batch(
+            id=_new_id("batch"),
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=window,
+            created_at=now,
+            expires_at=now + seconds,
+            metadata=metadata,
+            output=_new_id("file"),
+            failures=_new_id("file"),
+        )
+        self.save(batch)
+        return batch
+
+    def batch(self, batch_id: str) -> Batch:
+        """Return a batch; NotFound without such a batch."""
+        return _read(self._batches, batch_id, Batch)
+
+    def batches(self) -> list[Batch]:
+        """Return all batches, the oldest first."""
+        return _all(self._batches, Batch)
+
+    def save(self, batch: Batch) -> None:
+        """Write a batch."""
+        _write(self._batches / f"{batch.id}.json", batch)
+
+    def cancel(self, batch_id: str) -> None:
+        """Mark a batch as cancelled; the API server that runs it ends it. A batch that has ended is left as it is."""
+        if not self.batch(batch_id).ended:
+            _write(self._batches / f"{batch_id}.cancel", int(time.time()))
+
+    def cancelled(self, batch_id: str) -> int | None:
+        """Return the Unix time at which a batch was cancelled; None if it was not."""
+        try:
+            return msgspec.json.decode((self._batches / f"{batch_id}.cancel").read_bytes(), type=int)
+        except FileNotFoundError:
+            return None
+
+    def as_object(self, batch: Batch) -> dict[str, Any]:
+        """Return OpenAI's object of a batch."""
+        fields = msgspec.to_builtins(batch)
+        for name in ("at", "output", "failures", "total", "completed", "failed", "errors"):
+            del fields[name]
+        times = {f"{status}_at": batch.at.get(status) for status in (*NEXT, *sorted(ENDED)) if status != "validating"}
+        when = self.cancelled(batch.id)
+        if when is not None:
+            times["cancelling_at"] = when
+            if batch.status in ("validating", "in_progress"):
+                fields["status"] = "cancelling"
+        return {
+            "object": "batch",
+            **fields,
+            **times,
+            "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+            "output_file_id": self._listed(batch.output),
+            "error_file_id": self._listed(batch.failures),
+            "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        }
+
+    def _listed(self, file_id: str) -> str | None:
+        return file_id if (self._files / f"{file_id}.json").exists() else None
+
+    # -- for the API server that runs batches -------------------------------------------------------------------
+
+    def lines(self, batch: Batch) -> Iterator[Line]:
+        """Yield the lines of a batch's input."""
+        with self.contents(batch.input_file_id).open("rb") as file:
+            yield from read_lines(file, endpoint=batch.endpoint)
+
+    def done(self, batch: Batch) -> tuple[Done, Done]:
+        """Return the lines of both files of a batch's output, of which an incomplete last line is removed."""
+        found = []
+        for path in map(self.contents, (batch.output, batch.failures)):
+            done = read_done(path)
+            if path.exists():
+                os.truncate(path, done.size)
+            found.append(done)
+        return found[0], found[1]
+
+    def writer(self, batch: Batch) -> Callable[[Result], None]:
+        """Return a function that appends a result to the file where it belongs."""
+        paths = {True: self.contents(batch.output), False: self.contents(batch.failures)}
+
+        def write(result: Result) -> None:
+            with paths[result.answered].open("ab") as file:
+                file.write(result.encoded())
+
+        return write
+
+    def list_output(self, batch: Batch) -> None:
+        """List the files of a batch's output that have lines; called again it changes nothing."""
+        self.done(batch)
+        for file_id, kind in ((batch.output, "output"), (batch.failures, "error")):
+            if self.contents(file_id).exists() and self._listed(file_id) is None:
+                self._list(file_id, f"{batch.id}_{kind}.jsonl", OUTPUT)
+
+
+def _new_id(kind: str) -> str:
+    """Return a new id. Ids of one kind are in the order of their creation."""
+    return f"{kind}-{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def _write(path: Path, record: Any) -> None:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.replace(path)
+
+
+def _read(folder: Path, name: str, kind: type[Any]) -> Any:
+    try:
+        if _ID.fullmatch(name):
+            return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
+    except FileNotFoundError:
+        pass
+    raise NotFound(name)
+
+
+def _all(folder: Path, kind: type[Any]) -> list[Any]:
+    found = []
+    for name in sorted(path.stem for path in folder.glob("*.json")):
+        try:
+            found.append(_read(folder, name, kind))
+        except NotFound:  # deleted meanwhile
+            continue
+    return found

@@ -1,0 +1,247 @@
+"""Runs the batches of a folder in one of the API servers that share it; another one takes over when that one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from vllm_omni_ext.batch.lines import Done, Job, Line, Result, expired, refused
+from vllm_omni_ext.batch.running import run
+from vllm_omni_ext.batch.store import Batch, Store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Run:
+    """A batch that is being run. `cancelled` is set when a client has cancelled it."""
+
+    task: asyncio.Task[None] | None = None
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Worker:
+    """Runs all batches of a folder while it has the folder's lock.
+
+    Args:
+        send: sends a line to the server.
+        places: number of lines that are sent at a time, of all batches together.
+    """
+
+    def __init__(self, store: Store, send: Callable[[Job], Awaitable[Result]], *, places: int) -> None:
+        self.store = store
+        self.send = send
+        self.places = asyncio.Semaphore(places)
+        self.stopped = False
+        self._runs: dict[str, _Run] = {}
+        self._lock: int | None = None
+        self._pipe: int | None = None
+
+    def start(self) -> None:
+        """Wait in a thread for the folder's lock, and run its batches then. Must be called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        lock = os.open(self.store.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+
+        def wait() -> None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, and this process ends
+                self._loop.call_soon_threadsafe(self._lead, lock)
+
+        threading.Thread(target=wait, name="batch-lock", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop all batches, which continue after the next start, and release the lock.
+
+        Lines that are being answered are sent again then.
+        """
+        self.stopped = True
+        for each in self._runs.values():
+            if each.task is not None:
+                each.task.cancel()
+        if self._pipe is not None:  # this process has the lock
+            self._loop.remove_reader(self._pipe)
+            os.close(self._pipe)
+            self._pipe = None
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            self._released = self._loop.create_task(_release(lock, [each.task for each in self._runs.values()]))
+
+    def wake(self) -> None:
+        """Make the API server that runs the batches read the folder. Without one, the next one reads it first."""
+        with contextlib.suppress(OSError):  # no reader, or one that has enough to read already
+            pipe = os.open(self.store.folder / "wake", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"1")
+            finally:
+                os.close(pipe)
+
+    def _lead(self, lock: int) -> None:
+        if self.stopped:
+            os.close(lock)
+            return
+        self._lock, path = lock, self.store.folder / "wake"
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(path, 0o600)
+        # Open for writing too, so that the pipe has no end when another server has written.
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self._loop.add_reader(self._pipe, self._woken)
+        self._read_folder()
+
+    def _woken(self) -> None:
+        assert self._pipe is not None
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipe, 1 << 16)
+        self._read_folder()
+
+    def _read_folder(self) -> None:
+        """Start the batches that are not being run, and end those that are cancelled."""
+        for batch in self.store.batches():
+            if batch.ended:
+                continue
+            if batch.id not in self._runs:
+                self._runs[batch.id] = started = _Run()
+                started.task = self._loop.create_task(self._run(batch, started.cancelled))
+            if self.store.cancelled(batch.id) is not None:
+                self._runs[batch.id].cancelled.set()
+
+    async def _run(self, batch: Batch, cancelled: asyncio.Event) -> None:
+        try:
+            ended = await _Progress(self, batch).run(cancelled)
+        except Exception as err:  # e.g. the disk is full: the batch fails, and others go on
+            log.exception("%s has failed", batch.id)
+            problem = {"code": "server_error", "message": str(err) or type(err).__name__, "param": None, "line": None}
+            ended = self.store.batch(batch.id).to("failed", errors=[problem])
+            self.store.list_output(ended)
+            self.store.save(ended)
+        finally:
+            del self._runs[batch.id]
+        log.info("%s: %s, %d answers, %d errors", ended.id, ended.status, ended.completed, ended.failed)
+
+
+async def _release(lock: int, tasks: list[asyncio.Task[None] | None]) -> None:
+    """Release the lock when no task writes any more."""
+    await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+    os.close(lock)
+
+
+class _Progress:
+    """The run of one batch, from the state in which its record is."""
+
+    def __init__(self, worker: Worker, batch: Batch) -> None:
+        self._worker = worker
+        self._store = worker.store
+        self._batch = batch
+        self._append = worker.store.writer(batch)
+
+    def _save(self, batch: Batch) -> None:
+        self._batch = batch
+        self._store.save(batch)
+
+    async def run(self, cancelled: asyncio.Event) -> Batch:
+        """Run the batch to its end, and return it."""
+        if self._batch.status == "validating":
+            await self._validate()
+        if self._batch.status == "in_progress":
+            await self._send_lines(cancelled)
+        if self._batch.status == "in_progress":
+            await _to_its_end(self._expire)
+        if not self._batch.ended:
+            await self._finish()
+        return self._batch
+
+    async def _validate(self) -> None:
+        """Count the lines, and check that their number is allowed."""
+        store, batch = self._store, self._batch
+        path, most = store.contents(batch.input_file_id), store.most_lines
+        total = await asyncio.to_thread(_count, path, most + 1)
+        if 0 < total <= most:
+            self._save(batch.to("in_progress", total=total))
+            return
+        message = "the file has no lines" if not total else f"the file has more than {most} lines"
+        code = "empty_file" if not total else "too_many_lines"
+        self._save(batch.to("failed", errors=[{"code": code, "message": message, "param": None, "line": None}]))
+
+    async def _send_lines(self, cancelled: asyncio.Event) -> None:
+        """Send the lines that have no line of output. The batch stays in its state if it expires."""
+        done = await _to_its_end(partial(self._store.done, self._batch))
+        answered, failed = done
+        self._save(msgspec.structs.replace(self._batch, completed=answered.count, failed=failed.count))
+        if cancelled.is_set():
+            self._save(self._batch.to("cancelling"))
+            return
+        sending = asyncio.create_task(run(self._left(done), self._worker.send, self._take, self._worker.places))
+        cancel = asyncio.create_task(cancelled.wait())
+        try:
+            left_s = max(0.0, self._batch.expires_at - time.time())
+            await asyncio.wait([sending, cancel], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+                self._save(self._batch.to("finalizing"))
+                return
+        finally:
+            sending.cancel()
+            cancel.cancel()
+            await asyncio.wait([sending, cancel])
+        if cancelled.is_set():
+            self._save(self._batch.to("cancelling"))
+
+    def _expire(self) -> None:
+        """Write a line of output for each line that has none."""
+        for line in self._left(self._store.done(self._batch)):
+            self._write(expired(line) if isinstance(line, Job) else refused(line))
+        self._store.list_output(self._batch)
+        self._save(self._batch.to("expired"))
+
+    def _left(self, done: tuple[Done, Done]) -> Iterator[Line]:
+        for line in self._store.lines(self._batch):
+            if not any(each.has(line) for each in done):
+                yield line
+
+    def _take(self, result: Result) -> None:
+        if self._worker.stopped:  # the server that shuts down has ended the request; it is sent again
+            raise asyncio.CancelledError
+        self._write(result)
+
+    def _write(self, result: Result) -> None:
+        batch = self._batch
+        self._append(result)
+        counts = {"completed": batch.completed + 1} if result.answered else {"failed": batch.failed + 1}
+        self._save(msgspec.structs.replace(batch, **counts))
+
+    async def _finish(self) -> None:
+        await _to_its_end(partial(self._store.list_output, self._batch))
+        self._save(self._batch.to("completed" if self._batch.status == "finalizing" else "cancelled"))
+
+
+async def _to_its_end(call: Callable[[], T]) -> T:
+    """Call a function that writes in a thread. A cancellation waits for its end, as the lock must not be released."""
+    calling = asyncio.ensure_future(asyncio.to_thread(call))
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        await asyncio.wait([calling])
+        raise
+
+
+def _count(path: os.PathLike[str], most: int) -> int:
+    """Return the number of lines that are not empty, `most` at most."""
+    count = 0
+    with open(path, "rb") as file:
+        for line in file:
+            count += bool(line.strip())
+            if count == most:
+                break
+    return count
