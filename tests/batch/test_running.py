@@ -13,6 +13,7 @@ from vllm_omni_ext.batch import running
 from vllm_omni_ext.batch.lines import BadLine, Job, Line, Result, answer
 from vllm_omni_ext.batch.running import NotFetched, Sender, ServerGone, form_fields, read_data_url, run
 
+WAIT_S = 60.0
 CHAT, HEAR = "/v1/chat/completions", "/v1/audio/transcriptions"
 
 
@@ -129,9 +130,10 @@ class Server:
         return answer(line.custom_id, "r", 200, "application/json", b"{}")
 
     async def until(self, count: int) -> None:
-        while len(self.seen) < count:
-            self.came.clear()
-            await self.came.wait()
+        async with asyncio.timeout(WAIT_S):
+            while len(self.seen) < count:
+                self.came.clear()
+                await self.came.wait()
 
 
 def lines(*names: str) -> Iterator[Line]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.batch.test_running import Server
+from tests.batch.test_running import WAIT_S, Server
 from vllm_omni_ext.batch import store as module
 from vllm_omni_ext.batch.store import MIB, Batch, Store
 from vllm_omni_ext.batch.worker import Worker
@@ -56,9 +56,10 @@ class Folder:
 
     async def until(self, batch: Batch, holds: Callable[[Batch], Any]) -> Batch:
         """Wait until a batch that was saved satisfies `holds`."""
-        while not holds(found := self.store.batch(batch.id)):
-            self.saved.clear()
-            await self.saved.wait()
+        async with asyncio.timeout(WAIT_S):
+            while not holds(found := self.store.batch(batch.id)):
+                self.saved.clear()
+                await self.saved.wait()
         return found
 
     def output(self, batch: Batch) -> dict[str, Any]:
