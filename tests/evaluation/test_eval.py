@@ -194,8 +194,11 @@ def test_flags_of_a_topology_are_split_like_a_command_line(
     monkeypatch.setattr("vllm_omni_ext.cli.eval.served", served)
     two = """two talkers=--stage-overrides '{"talker":{"replicas":2}}' --no-async-chunk"""
     assert main([*suite(tmp_path), "--serve", "m", "--topology", "usual=", "--topology", two, "--alike"]) == 0
-    assert started[0] == ("m", "usual", [])
-    assert started[1][1:] == ("two talkers", ["--stage-overrides", '{"talker":{"replicas":2}}', "--no-async-chunk"])
+    assert started[0] == ("m", "topology 'usual'", [])
+    assert started[1][1:] == (
+        "topology 'two talkers'",
+        ["--stage-overrides", '{"talker":{"replicas":2}}', "--no-async-chunk"],
+    )
 
 
 @pytest.mark.engine

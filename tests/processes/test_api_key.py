@@ -72,6 +72,7 @@ def test_the_official_client_is_answered_with_the_key(server: Server) -> None:
         openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0).models.list()
 
 
+END_S = 120.0
 SHORT = {"temperature": 0, "max_completion_tokens": 4, "talker": {"max_tokens": 4}}
 CHAT, SPEECH, TRANSCRIPTION = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -98,7 +99,7 @@ def run_batch(client: openai.OpenAI, endpoint: Any, *names: str) -> dict[str, An
     def completed() -> bool:
         return client.batches.retrieve(batch.id).status == "completed"
 
-    assert until(completed)
+    assert until(completed, END_S)
     ended = client.batches.retrieve(batch.id)
     contents = [client.files.content(name).text for name in (ended.output_file_id, ended.error_file_id) if name]
     return {line["custom_id"]: line for text in contents for line in map(json.loads, text.splitlines())}

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.extended]
 CHAT: Any = "/v1/chat/completions"
 SHORT = {"max_completion_tokens": 24, "temperature": 0, "ignore_eos": True, "talker": {"max_tokens": 24}}
 LINES = 40
+END_S = 150.0
 
 
 def lines(count: int) -> bytes:
@@ -52,7 +53,7 @@ def leader(server: Server, folder: Path) -> psutil.Process:
 
 def test_a_batch_continues_after_a_kill_and_after_a_restart_beside_live_requests(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "batches"
-    flags = [*LENGTH, "--omni-batch-dir", str(folder), "--api-server-count", "2"]
+    flags = [*LENGTH, "--omni-batch-dir", str(folder), "--api-server-count", "2", "--max-num-seqs", "4"]
 
     def count() -> int:
         counts = client.batches.retrieve(batch.id).request_counts
@@ -63,18 +64,18 @@ def test_a_batch_continues_after_a_kill_and_after_a_restart_beside_live_requests
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=3, timeout=120)
         file = client.files.create(file=("lines.jsonl", lines(LINES)), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        assert until(lambda: count() > 2)
+        assert until(lambda: count() > 2, END_S)
         live = client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "say 0"}], extra_body=SHORT
         )
         assert count() < LINES, "the live request was not the last one"
         leader(server, folder).send_signal(signal.SIGKILL)
         before = count()
-        assert until(lambda: count() > before)
-    assert client.batches  # the first server has ended, with lines that were being answered
+        assert until(lambda: count() > before, END_S)
+    # The first server has ended with lines that were being answered.
     with Server(tiny, tmp_path / "second.log", flags) as server:
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=3, timeout=120)
-        assert until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        assert until(lambda: client.batches.retrieve(batch.id).status == "completed", END_S)
         ended = client.batches.retrieve(batch.id)
         assert ended.request_counts is not None and ended.request_counts.completed == LINES
         assert ended.output_file_id is not None and ended.error_file_id is None
