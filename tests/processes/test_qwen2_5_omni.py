@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import soundfile
+from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from examples.server import Server
@@ -33,6 +34,7 @@ from tests.support.cluster import (
     used,
     wait_busy,
 )
+from tests.support.lora import write_adapter
 from tests.support.media import audio, openai_messages
 from tests.support.oracle import Golden
 from tests.support.qwen2_5_oracle import Oracle
@@ -114,6 +116,7 @@ def test_answers_equal_transformers(omni: Any, oracle: Oracle) -> None:
     assert omni._omni.orchestrator.held() == 0
 
 
+@pytest.mark.extended
 def test_sound_that_begins_before_the_last_code_equals_transformers(omni: Any, oracle: Oracle) -> None:
     """More blocks than the equation looks ahead."""
     codes = 176
@@ -171,6 +174,29 @@ def test_chat(omni: Any, oracle: Oracle) -> None:
     case = CASES["video"]
     (output,) = omni.chat(openai_messages(case.messages), sampling(case), voice=case.voice, use_tqdm=False)
     check(output, golden(oracle, case))
+
+
+@pytest.mark.extended
+def test_an_adapter_of_the_thinker_changes_text_and_sound_as_in_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    folder, merged, case = write_adapter(checkpoint, tmp_path / "accent", seed=1), Oracle(checkpoint), CASES["audio"]
+    adapter = load_file(folder / "adapter_model.safetensors")
+    for name in [name for name in adapter if name.endswith("lora_A.weight")]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        change = adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
+        merged.model.get_submodule(module).weight.data += change
+    limits = {"thinker_max_tokens": case.text, "talker_max_tokens": case.frames, "seed": SEED}
+    with LLM(str(checkpoint), omni=True, enable_lora=True, **LENGTHS) as omni:
+        (output,) = omni.generate(
+            prompt(merged, case),  # type: ignore[arg-type]
+            sampling(case),
+            voice=case.voice,
+            lora_request=LoRARequest("accent", 1, str(folder)),
+            use_tqdm=False,
+        )
+    check(output, merged.run(case.messages, voice="Ethan", **limits))
 
 
 async def read(omni: Any, text: str, voice: str) -> tuple[np.ndarray, np.ndarray]:

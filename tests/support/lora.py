@@ -26,9 +26,10 @@ def write_dense(folder: Path) -> Path:
 
 
 def write_adapter(model: Path, folder: Path, seed: int) -> Path:
-    """Write an adapter of the attention outputs of a tiny Qwen3-Omni's thinker; returns its folder."""
+    """Write an adapter of the attention outputs of a tiny Qwen-Omni's thinker; returns its folder."""
     text = json.loads((model / "config.json").read_text())["thinker_config"]["text_config"]
-    inner, hidden = text["num_attention_heads"] * text["head_dim"], text["hidden_size"]
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    inner = heads * text.get("head_dim", hidden // heads)
     chance = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(text["num_hidden_layers"]):
