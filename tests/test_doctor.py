@@ -76,7 +76,11 @@ def test_this_environment_is_fine_and_is_checked_without_vllm_or_torch():
     assert {line["name"]: line["state"] for line in report["sections"]["patches"]} == {
         patch.name: "fits" for patch in PATCHES
     }
-    assert {line["name"] for line in report["sections"]["model plugins"]} == {"bagel", "qwen3_omni"}
+    assert {line["name"] for line in report["sections"]["model plugins"]} == {
+        "bagel",
+        "qwen2_5_omni",
+        "qwen3_omni",
+    }
     assert (
         report["sections"]["seams"][0]["state"] == f"{len(SEAMS)} of {len(SEAMS)} are those of vLLM {series(VERSION)}"
     )
