@@ -217,6 +217,7 @@ def test_the_example_passes_its_own_test_and_all_its_names_exist(environment: di
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_texts_are_spoken_as_by_transformers(server: Server, oracle: Oracle) -> None:
     """A batch in two replicas a stage, a reference sound, a chat whose parameters reach the backbone, wrong fields."""
     with ThreadPoolExecutor() as pool:
