@@ -13,7 +13,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs
 
-from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import OPENING
+from vllm_omni_ext.model_plugins.qwen_omni.speech import rendered
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.runtime.client.replica import StockReplica
@@ -112,7 +113,7 @@ class Work:
                 pass
             return
         sound = RequestOptions(modalities=("audio",), params={"talker": exactly})
-        text = await rendered(TEXT, ServedModel(self.omni))
+        text = await rendered(TEXT, ServedModel(self.omni), OPENING)
         async for _ in self.omni.start(text, sound, number):
             pass
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
+from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
@@ -27,11 +26,12 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams, U
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES
 from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
 from vllm_omni_ext.model_plugins.qwen2_5_omni.voice import TOKEN2WAV
-from vllm_omni_ext.model_plugins.qwen3_omni.runtime import (
+from vllm_omni_ext.model_plugins.qwen_omni.requests import (
     MOST_SPEECH_TOKENS,
     SAMPLE_RATE_HZ,
     VOICE,
     ReadAloud,
+    SpeakingRuntime,
     too_long,
 )
 from vllm_omni_ext.plugins.flow import ForwardFlow
@@ -47,19 +47,8 @@ OPENAI_VOICES = {
 """Speaker of the released checkpoint for each OpenAI voice name, for clients that send only OpenAI's names."""
 
 
-class Fields(BaseModel):
-    """Qwen2.5-Omni's own request fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    voice: str | None = Field(None, validation_alias=AliasChoices(VOICE, "speaker"))
-    """Name of the speaker; None: the checkpoint's default speaker."""
-
-
-class Qwen2_5OmniRuntime:
+class Qwen2_5OmniRuntime(SpeakingRuntime):
     """Checks the requests of one checkpoint, and creates their flows."""
-
-    fields = Fields
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
@@ -122,30 +111,6 @@ class Qwen2_5OmniRuntime:
                 MOST_SPEECH_TOKENS: self._limits[THINKER],
             },
         )
-
-    def validate(self, options: RequestOptions) -> None:
-        """Raise RequestError if the checkpoint does not support the options."""
-        available = self.capabilities().modalities
-        for modality in options.modalities:
-            if modality not in available:
-                allowed = ", ".join(available)
-                raise RequestError(f"modalities: '{modality}' is not available; use {allowed}", parameter="modalities")
-        if not options.modalities:
-            raise RequestError("modalities: name at least one", parameter="modalities")
-        voice = options.fields.get(VOICE)
-        if voice is not None and self.speaker(voice) is None:
-            allowed = ", ".join(self.voices)
-            raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
-        for key, value in options.chunks.items():
-            self._check_chunks(f"chunks.{key}", key, value)
-
-    def _check_chunks(self, name: str, key: str, value: Any) -> None:
-        if key not in self._chunks:
-            raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
-        try:
-            chunk_value(key, value)
-        except ValueError as error:
-            raise RequestError(f"{name}: {error}", parameter=name) from None
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Return the flow and the limits of a request; a request for text alone exports no hidden states.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
+from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
@@ -18,19 +17,20 @@ from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAlo
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, Medium, PromptSegments, SpecialIds, find_parts
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import FRAME_MS, beginning, block_frames, divided
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
+from vllm_omni_ext.model_plugins.qwen_omni.requests import (
+    MOST_SPEECH_TOKENS,
+    SAMPLE_RATE_HZ,
+    VOICE,
+    ReadAloud,
+    SpeakingRuntime,
+    too_long,
+)
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.wire.stage_input import EXPORT
 
-SAMPLE_RATE_HZ = 24_000  # the vocoder's output rate; the public config has no field for it
 PREFERRED_VOICE = "ethan"  # Transformers' default speaker
 TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segments
-
-MOST_SPEECH_TOKENS = "max_speech_tokens"
-"""Key of the model card: length in tokens of the longest text that can be read out."""
-
-
-VOICE = "voice"
 
 OPENAI_VOICES = {
     **dict.fromkeys(("alloy", "coral", "marin", "nova", "sage", "shimmer"), "chelsie"),
@@ -40,32 +40,8 @@ OPENAI_VOICES = {
 """Speaker of the released checkpoint for each OpenAI voice name, for clients that send only OpenAI's names."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadAloud:
-    """Request to read a text out, in `Rendered.data`.
-
-    Attributes:
-        prompt: token ids of a conversation up to the assistant header.
-        reply: token ids of the text.
-    """
-
-    prompt: list[int]
-    reply: list[int]
-
-
-class Fields(BaseModel):
-    """Qwen3-Omni's own request fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    voice: str | None = Field(None, validation_alias=AliasChoices(VOICE, "speaker"))
-    """Name of the speaker; None: the checkpoint's default speaker."""
-
-
-class Qwen3OmniRuntime:
+class Qwen3OmniRuntime(SpeakingRuntime):
     """Checks the requests of one checkpoint, and creates their flows."""
-
-    fields = Fields
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
@@ -123,30 +99,6 @@ class Qwen3OmniRuntime:
             },
             sound_block_ms=block,
         )
-
-    def validate(self, options: RequestOptions) -> None:
-        """Raise RequestError if the checkpoint does not support the options."""
-        available = self.capabilities().modalities
-        for modality in options.modalities:
-            if modality not in available:
-                allowed = ", ".join(available)
-                raise RequestError(f"modalities: '{modality}' is not available; use {allowed}", parameter="modalities")
-        if not options.modalities:
-            raise RequestError("modalities: name at least one", parameter="modalities")
-        voice = options.fields.get(VOICE)
-        if voice is not None and self.speaker(voice) is None:
-            allowed = ", ".join(self.voices)
-            raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
-        for key, value in options.chunks.items():
-            self._check_chunks(f"chunks.{key}", key, value)
-
-    def _check_chunks(self, name: str, key: str, value: Any) -> None:
-        if key not in self._chunks:
-            raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
-        try:
-            chunk_value(key, value)
-        except ValueError as error:
-            raise RequestError(f"{name}: {error}", parameter=name) from None
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Return the flow and the limits of a request; text-only prompts export no hidden states.
@@ -269,15 +221,6 @@ class Qwen3OmniRuntime:
 def _medium(feature: Any) -> Medium:
     place = feature.mm_position
     return Medium(place.offset, place.length, feature.identifier)
-
-
-def too_long(length: str, frames: int) -> RequestError:
-    """Return the error for a text of this length, when at most `frames` frames can be decoded."""
-    return RequestError(
-        f"input: {length} are too many: every token takes a frame at least, and there is room for {frames}; "
-        "send the text in several requests",
-        parameter="input",
-    )
 
 
 def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:

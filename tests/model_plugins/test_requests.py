@@ -18,15 +18,15 @@ from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.model_plugins.qwen3_omni.family import QWEN3_OMNI
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechFlow
-from vllm_omni_ext.model_plugins.qwen3_omni.http import OPENING, rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import OPENING
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import SpecialIds, TalkerPrompt
 from vllm_omni_ext.model_plugins.qwen3_omni.runtime import (
-    MOST_SPEECH_TOKENS,
     OPENAI_VOICES,
     Qwen3OmniRuntime,
-    ReadAloud,
     join_segments,
 )
+from vllm_omni_ext.model_plugins.qwen_omni.requests import MOST_SPEECH_TOKENS, ReadAloud
+from vllm_omni_ext.model_plugins.qwen_omni.speech import rendered
 from vllm_omni_ext.plugins.flow import ForwardFlow, Open, Produced
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions, RuntimeContext
 
@@ -209,7 +209,7 @@ class Server:
 
 async def test_special_tokens_in_a_text_to_read_aloud_are_characters() -> None:
     server: Any = Server()
-    request = await rendered("<|im_end|>", server)
+    request = await rendered("<|im_end|>", server, OPENING)
     assert server.asked == [(OPENING, True), ("<|im_end|>", False)]
     assert request.data == ReadAloud(prompt=user() + HEADER, reply=[20] * 10)
 
@@ -227,14 +227,14 @@ async def test_special_tokens_in_a_text_to_read_aloud_are_characters() -> None:
 async def test_a_text_that_cannot_be_read_aloud_is_refused_before_it_is_tokenized(words: str, reason: str) -> None:
     server: Any = Server()
     with pytest.raises(RequestError, match=reason) as refused:
-        await rendered(words, server)
+        await rendered(words, server, OPENING)
     assert refused.value.parameter == "input"
     assert len(server.asked) <= 1
 
 
 async def test_a_text_to_read_aloud_uses_talker_and_code2wav_alone(requests: Qwen3OmniRuntime) -> None:
     server: Any = Server()
-    planned = requests.plan(await rendered("hello", server), options(modalities=("audio",)))
+    planned = requests.plan(await rendered("hello", server, OPENING), options(modalities=("audio",)))
     assert isinstance(planned.flow, ReadAloudFlow) and not isinstance(planned.flow, SpeechFlow)
     assert (planned.flow.stages, planned.flow.outputs) == ({"talker", "code2wav"}, {"audio"})
     assert planned.budgets == {"talker": 40}
@@ -242,7 +242,7 @@ async def test_a_text_to_read_aloud_uses_talker_and_code2wav_alone(requests: Qwe
     assert isinstance(opened, Open) and isinstance(opened.payload, TalkerPrompt) and opened.last
     assert [opened.payload.text[-1], *opened.payload.track] == [20] * 5 + [IDS.tts_eos]
     with pytest.raises(RequestError, match="41 tokens are too many") as refused:
-        requests.plan(await rendered("a" * 41, server), options(modalities=("audio",)))
+        requests.plan(await rendered("a" * 41, server, OPENING), options(modalities=("audio",)))
     assert refused.value.parameter == "input"
 
 

@@ -10,7 +10,8 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from vllm_omni_ext.errors import RequestFailed
-from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import OPENING
+from vllm_omni_ext.model_plugins.qwen_omni.speech import rendered
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -40,7 +41,7 @@ def test_a_text_that_is_read_aloud_too_long_fails(omni: Any) -> None:
     options = RequestOptions(modalities=("audio",), fields={"voice": "ethan"}, params={"talker": ENDLESS})
 
     async def read() -> list[Any]:
-        request = await rendered("on and on " * 50, ServedModel(omni._omni))
+        request = await rendered("on and on " * 50, ServedModel(omni._omni), OPENING)
         return [piece async for piece in omni._omni.start(request, options, "speech")]
 
     with pytest.raises(RequestFailed, match="request_timeout_s"):

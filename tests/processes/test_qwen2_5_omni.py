@@ -41,7 +41,7 @@ from tests.support.qwen2_5_oracle import Oracle
 from vllm_omni_ext.model_plugins.qwen2_5_omni.http import OPENING
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
-from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
+from vllm_omni_ext.model_plugins.qwen_omni.speech import rendered
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving.served import ServedModel
 

@@ -14,7 +14,8 @@ from vllm import SamplingParams
 
 from tests.support.oracle import Oracle
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.model_plugins.qwen3_omni.http import rendered
+from vllm_omni_ext.model_plugins.qwen3_omni.http import OPENING
+from vllm_omni_ext.model_plugins.qwen_omni.speech import rendered
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -39,7 +40,7 @@ def options(voice: str = "ethan") -> RequestOptions:
 
 async def read(omni: Any, text: str, voice: str = "ethan") -> tuple[np.ndarray, np.ndarray]:
     """Frames and samples."""
-    request = await rendered(text, ServedModel(omni._omni))
+    request = await rendered(text, ServedModel(omni._omni), OPENING)
     pieces = [piece async for piece in omni._omni.start(request, options(voice), "speech")]
     return pieces[-1].frames, np.concatenate([piece.samples for piece in pieces])
 
@@ -83,7 +84,7 @@ def test_texts_at_once_have_the_frames_of_each_alone(omni: Any) -> None:
 
 def test_nothing_is_held_of_a_text_whose_reader_leaves(omni: Any) -> None:
     async def leave() -> None:
-        request = await rendered(TEXTS["long"], ServedModel(omni._omni))
+        request = await rendered(TEXTS["long"], ServedModel(omni._omni), OPENING)
         pieces = omni._omni.start(request, options(), "speech")
         waiting = asyncio.ensure_future(anext(pieces))
         async with asyncio.timeout(PATIENCE_S):

@@ -16,8 +16,9 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen2_5_omni.family import QWEN2_5_OMNI
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import ReadAloudFlow, SpeechFlow
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams
-from vllm_omni_ext.model_plugins.qwen2_5_omni.runtime import MOST_SPEECH_TOKENS, Qwen2_5OmniRuntime, ReadAloud
+from vllm_omni_ext.model_plugins.qwen2_5_omni.runtime import Qwen2_5OmniRuntime
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
+from vllm_omni_ext.model_plugins.qwen_omni.requests import MOST_SPEECH_TOKENS, ReadAloud
 from vllm_omni_ext.plugins.flow import Forward, Open, Submit
 from vllm_omni_ext.plugins.runtime import Planned, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
