@@ -110,9 +110,9 @@ async def killed_under(server: Server, stage: str, modalities: list[str]) -> Tol
     """Kill a stage's process under a request."""
     client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
     asking = asyncio.create_task(client.chat.completions.create(**ENDLESS, modalities=modalities))
-    for works in ("thinker", "talker")[: 1 + (stage == "talker")]:
-        seen = await asyncio.to_thread(until, lambda name=works: busy(server, name))
-        assert seen, f"{works} does not have the request; {asking=}, {replicas(server)}\n{server.tail()}"
+    works = "talker" if stage == "talker" else "thinker"
+    seen = await asyncio.to_thread(until, lambda: busy(server, works))
+    assert seen, f"{works} does not have the request; {asking=}, {replicas(server)}\n{server.tail()}"
     pid = (await asyncio.to_thread(replica, server, stage))["pid"]
     [asked] = (await asyncio.to_thread(status, server))["api_servers"]
     processes = [psutil.Process(), *map(psutil.Process, (server.pid, asked["pid"]))]

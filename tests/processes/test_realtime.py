@@ -210,7 +210,7 @@ async def test_sound_that_is_computed_while_it_is_sent_is_answered_as_a_chat_is(
         await talk.respond(conversation="none", input=[other])  # the engine gets it after five blocks of the sound
         await talk.say(samples, sent)
         done, sound = await talk.respond()
-        assert done.usage.input_token_details.cached_tokens == 4 * BLOCK
+        assert done.usage.input_token_details.cached_tokens >= 4 * BLOCK
         message = (await talk.chat()).choices[0].message
     assert done.output[0].content[0].transcript == message.audio.transcript
     whole, _ = soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)), dtype="int16")
