@@ -26,8 +26,8 @@ setup: ## create or update .venv; VLLM=0.33: .venv-0.33, with another version of
 # A test that hangs ends its process after 400 s (the longest takes 70 s), and the second one that does ends the run.
 HANGS := -o faulthandler_timeout=400 --max-worker-restart=1
 
-test: setup ## run the tests of every capability, in JOBS processes (2); DEEP=1 with more examples
-	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not extended" -n $(JOBS) $(HANGS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
+test: setup ## run the tests of every capability, in JOBS processes (2); DEEP=1 with more examples; ONLY=engine
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "$(if $(ONLY),$(ONLY) and )not extended" -n $(JOBS) $(HANGS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
 
 test-all: setup ## run all tests that need no GPU: also endurance, accuracy and all combinations of kills
 	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
