@@ -7,7 +7,6 @@ Transformers' and this package's code. They have not been compared with a run on
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,8 @@ from vllm_omni_ext.model_plugins.qwen3_omni.facts import (
     ENCODER_PIECES,
     LARGEST_IMAGE_PIXELS,
     MOST_VIDEO_FRAME_PAIRS,
-    quantized_width,
 )
+from vllm_omni_ext.model_plugins.qwen_omni.facts import described
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
 QUANTIZED = r"thinker\.model\.layers\..*\.(mlp|self_attn)\..*_proj\."
@@ -70,7 +69,7 @@ def facts(
     """
     if not hf_config.enable_audio_output:
         raise ConfigError("model: this checkpoint has no sound output (enable_audio_output is false); leave --omni out")
-    tensors = _described(hf_config) if stored is None else stored
+    tensors = described("Qwen2_5OmniForConditionalGeneration", hf_config, QUANTIZED) if stored is None else stored
     weights = {stage: measured(parts, tensors) for stage, parts in WEIGHTS.items()}
     thinker, talker = hf_config.thinker_config, hf_config.talker_config
     text = thinker.text_config
@@ -88,22 +87,6 @@ def facts(
         "talker": StageFacts(weights=(*weights["talker"], *tables), **_decoder(talker, talker.head_dim)),
         "token2wav": _token2wav(hf_config.token2wav_config, weights["token2wav"]),
     }
-
-
-def _described(hf_config: Any) -> StoredTensors:
-    """Return the tensors of a model with this config, in 16 bits or as the config quantizes them."""
-    import torch
-    from transformers import Qwen2_5OmniForConditionalGeneration
-
-    with torch.device("meta"):
-        model = Qwen2_5OmniForConditionalGeneration(hf_config)
-    width = quantized_width(getattr(hf_config, "quantization_config", None))
-    found: dict[str, tuple[str, int, int]] = {}
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        packed = width is not None and re.match(QUANTIZED, name)
-        found[name] = ("packed", count, int(count * width)) if packed else ("BF16", count, 2 * count)
-    return found
 
 
 def _token2wav(config: Any, weights: tuple[WeightPart, ...]) -> StageFacts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.qwen_omni.hf_configs import part_of
 
 
 def talker(config: PretrainedConfig) -> PretrainedConfig:
@@ -17,7 +17,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     These are `thinker_vocab_size` (rows of the thinker's embedding table) and `codes` (ids below it are codes of
     token2wav). As in Transformers, queries, keys and values have biases, and the output has none.
     """
-    part = _part(config, "talker_config")
+    part = part_of(config, "talker_config")
     if part is None:
         return config
     part.architectures = ["Qwen2_5OmniTalker"]
@@ -29,7 +29,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
 
 def token2wav(config: PretrainedConfig) -> PretrainedConfig:
     """Return `token2wav_config` with the fields that vLLM requires of any model; codes are its tokens."""
-    part = _part(config, "token2wav_config")
+    part = part_of(config, "token2wav_config")
     if part is None:
         return config
     dit = part.dit_config
@@ -39,12 +39,3 @@ def token2wav(config: PretrainedConfig) -> PretrainedConfig:
     part.num_hidden_layers = dit.num_hidden_layers
     part.max_position_embeddings = dit.max_position_embeddings // dit.repeats
     return part
-
-
-def _part(config: PretrainedConfig, name: str) -> PretrainedConfig | None:
-    """Return the part `name` of a Qwen2.5-Omni config; None for another config. ConfigError without sound output."""
-    if not hasattr(config, name):
-        return None
-    if not config.enable_audio_output:
-        raise ConfigError(f"model: this checkpoint has no sound output (enable_audio_output is false), so no {name}")
-    return getattr(config, name)

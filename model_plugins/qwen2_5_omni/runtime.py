@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from vllm_omni_ext.config.checks import ADAPTIVE
-from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import (
@@ -32,13 +31,12 @@ from vllm_omni_ext.model_plugins.qwen_omni.requests import (
     VOICE,
     ReadAloud,
     SpeakingRuntime,
+    position_model,
     too_long,
 )
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
-
-PREFERRED_VOICE = "Chelsie"  # Transformers' default speaker
 
 OPENAI_VOICES = {
     **dict.fromkeys(("alloy", "ballad", "coral", "fable", "marin", "nova", "sage", "shimmer"), "chelsie"),
@@ -49,6 +47,8 @@ OPENAI_VOICES = {
 
 class Qwen2_5OmniRuntime(SpeakingRuntime):
     """Checks the requests of one checkpoint, and creates their flows."""
+
+    preferred_voice = "Chelsie"  # Transformers' default speaker
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
@@ -71,11 +71,6 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
     def voices(self) -> tuple[str, ...]:
         """Names of the speakers, sorted."""
         return tuple(sorted(name for name, _ in self._speakers.values()))
-
-    @property
-    def default_voice(self) -> str:
-        """Name of the speaker for requests without a voice."""
-        return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
 
     def speaker(self, voice: str | None) -> str | None:
         """Return the speaker for a request's voice, a speaker's name or a key of `OPENAI_VOICES`; None if unknown.
@@ -161,13 +156,7 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         blocks = 1 + STAGES * (params.num_steps - 1) * len(dit.look_ahead_layers)
         return int(blocks * dit.block_size // dit.repeats)
 
-    def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
-        """Return the chunk schedules of text and codes."""
-        sizes = {**self._chunks, **options.chunks}
-        rate = self._code_rate() if sizes[ADAPTIVE] else 0.0
-        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
-
-    def _code_rate(self) -> float:
+    def _frame_rate(self) -> float:
         """Return the number of codes in a second of sound."""
         token2wav = self._config.token2wav_config
         return SAMPLE_RATE_HZ / (math.prod(token2wav.bigvgan_config.upsample_rates) * token2wav.dit_config.repeats)
@@ -196,19 +185,10 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
     def _talker_positions(self, request: Rendered) -> bytes:
         """Return the M-RoPE positions of the talker's prompt: those of the thinker's, then those of two text tokens."""
         if self._positions is None:
-            self._positions = _position_model(self._config)
+            from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+
+            self._positions = position_model(Qwen2_5OmniThinkerForConditionalGeneration, self._config)
         thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
         after = int(thinker.max()) + 1
         header = np.broadcast_to(np.arange(after, after + HEADER), (3, HEADER))
         return np.ascontiguousarray(np.concatenate([thinker.numpy(), header], axis=1), dtype=np.int32).tobytes()
-
-
-def _position_model(config: Any) -> Any:
-    """Return an instance of vLLM's thinker class without layers: only its M-RoPE arithmetic, on the config, is used."""
-    from torch import nn
-    from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
-
-    model = Qwen2_5OmniThinkerForConditionalGeneration.__new__(Qwen2_5OmniThinkerForConditionalGeneration)
-    nn.Module.__init__(model)
-    model.config = config.thinker_config
-    return model

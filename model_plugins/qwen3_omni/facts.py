@@ -9,11 +9,11 @@ CPU. The sums were compared with the processes of a run on one H200 (docs/gpu.md
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.qwen_omni.facts import described
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
 QUANTIZED = r"thinker\.model\..*\.(mlp\.experts|self_attn\.._proj)\."
@@ -91,7 +91,7 @@ def facts(
     """
     if not hf_config.enable_audio_output:
         raise ConfigError("model: this checkpoint has no sound output (enable_audio_output is false); leave --omni out")
-    tensors = _described(hf_config) if stored is None else stored
+    tensors = described("Qwen3OmniMoeForConditionalGeneration", hf_config, QUANTIZED) if stored is None else stored
     weights = {stage: measured(parts, tensors) for stage, parts in WEIGHTS.items()}
     thinker, talker = hf_config.thinker_config, hf_config.talker_config
     # The thinker's embedding table, projected to the talker's width when the talker loads.
@@ -112,35 +112,6 @@ def facts(
             hf_config.code2wav_config, weights["code2wav"], int(params["talker"]["max_tokens"]) * talker.num_code_groups
         ),
     }
-
-
-def _described(hf_config: Any) -> StoredTensors:
-    """Return the tensors of a model with this config, in 16 bits or as the config quantizes them."""
-    import torch
-    from transformers import Qwen3OmniMoeForConditionalGeneration
-
-    with torch.device("meta"):
-        model = Qwen3OmniMoeForConditionalGeneration(hf_config)
-    width = quantized_width(getattr(hf_config, "quantization_config", None))
-    found: dict[str, tuple[str, int, int]] = {}
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        packed = width is not None and re.match(QUANTIZED, name)
-        found[name] = ("packed", count, int(count * width)) if packed else ("BF16", count, 2 * count)
-    return found
-
-
-def quantized_width(quantization: Any) -> float | None:
-    """Return the bytes of a quantized weight according to the checkpoint's config; None if not quantized or unknown."""
-    if quantization is None:
-        return None
-    fields: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else vars(quantization)
-    groups = fields.get("config_groups") or {}
-    bits = fields.get("bits") or next((group["weights"]["num_bits"] for group in groups.values()), None)
-    if bits is None and "fp8" in str(fields.get("quant_method")):
-        bits = 8
-    # One 16-bit scale and one zero point for every 128 weights, as usual.
-    return None if bits is None else bits / 8 + 3 / 128
 
 
 def _code2wav(config: Any, weights: tuple[WeightPart, ...], longest: int) -> StageFacts:

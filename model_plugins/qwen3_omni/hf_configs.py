@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.model_plugins.qwen_omni.hf_configs import part_of
 
 CODE2WAV_POSITION_LIMIT = 1 << 24
 """Upper bound for `max_model_len` of the vocoder stage, in codes. The network has no limit, since its attention window
@@ -22,7 +22,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
     `tts_bos_token_id`, `tts_eos_token_id` and `tts_pad_token_id`. M-RoPE sections are set to interleaved. vLLM reads
     the sizes from the nested `text_config`.
     """
-    part = _part(config, "talker_config")
+    part = part_of(config, "talker_config")
     if part is None:
         return config
     part.architectures = ["Qwen3OmniTalker"]
@@ -38,7 +38,7 @@ def talker(config: PretrainedConfig) -> PretrainedConfig:
 
 def code2wav(config: PretrainedConfig) -> PretrainedConfig:
     """Return `code2wav_config` with the fields that vLLM requires of any model; codes are its tokens."""
-    part = _part(config, "code2wav_config")
+    part = part_of(config, "code2wav_config")
     if part is None:
         return config
     part.architectures = ["Qwen3OmniCode2Wav"]
@@ -46,12 +46,3 @@ def code2wav(config: PretrainedConfig) -> PretrainedConfig:
     part.vocab_size = part.codebook_size
     part.max_position_embeddings = CODE2WAV_POSITION_LIMIT
     return part
-
-
-def _part(config: PretrainedConfig, name: str) -> PretrainedConfig | None:
-    """Return the part `name` of a Qwen3-Omni config; None for another config. ConfigError without sound output."""
-    if not hasattr(config, name):
-        return None
-    if not config.enable_audio_output:
-        raise ConfigError(f"model: this checkpoint has no sound output (enable_audio_output is false), so no {name}")
-    return getattr(config, name)

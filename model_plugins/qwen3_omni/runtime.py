@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from vllm_omni_ext.config.checks import ADAPTIVE
-from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
@@ -23,13 +22,13 @@ from vllm_omni_ext.model_plugins.qwen_omni.requests import (
     VOICE,
     ReadAloud,
     SpeakingRuntime,
+    position_model,
     too_long,
 )
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.wire.stage_input import EXPORT
 
-PREFERRED_VOICE = "ethan"  # Transformers' default speaker
 TALKER_TAIL = HEADER + PADS + 2  # talker prompt positions after the user segments
 
 OPENAI_VOICES = {
@@ -42,6 +41,8 @@ OPENAI_VOICES = {
 
 class Qwen3OmniRuntime(SpeakingRuntime):
     """Checks the requests of one checkpoint, and creates their flows."""
+
+    preferred_voice = "ethan"  # Transformers' default speaker
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
@@ -57,11 +58,6 @@ class Qwen3OmniRuntime(SpeakingRuntime):
     def voices(self) -> tuple[str, ...]:
         """Names of the speakers, sorted."""
         return tuple(sorted(self._ids.speakers)) if self._ids else ()
-
-    @property
-    def default_voice(self) -> str:
-        """Name of the speaker for requests without a voice."""
-        return PREFERRED_VOICE if PREFERRED_VOICE in self.voices else self.voices[0]
 
     def speaker(self, voice: str | None) -> str | None:
         """Return the speaker for a request's voice, a speaker's name or a key of `OPENAI_VOICES`; None if unknown.
@@ -164,12 +160,6 @@ class Qwen3OmniRuntime(SpeakingRuntime):
             skip_prefix_cache=bool(parts.multimodal),
         )
 
-    def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
-        """Return the chunk schedules of text and frames."""
-        sizes = {**self._chunks, **options.chunks}
-        rate = self._frame_rate() if sizes[ADAPTIVE] else 0.0
-        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
-
     def _frame_rate(self) -> float:
         """Return the number of frames in a second of sound."""
         vocoder = self._config.code2wav_config
@@ -213,7 +203,9 @@ class Qwen3OmniRuntime(SpeakingRuntime):
     def _talker_positions(self, request: Rendered, parts: PromptSegments) -> bytes:
         """Return the M-RoPE positions of the talker's prompt: the joined user segments, then the assistant header."""
         if self._positions is None:
-            self._positions = _position_model(self._config)
+            from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+
+            self._positions = position_model(Qwen3OmniMoeThinkerForConditionalGeneration, self._config)
         thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
         return join_segments(thinker.numpy(), parts.user, TALKER_TAIL)
 
@@ -233,14 +225,3 @@ def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], ta
         after = int(piece.max()) + 1
     pieces.append(np.broadcast_to(np.arange(after, after + tail), (3, tail)))
     return np.ascontiguousarray(np.concatenate(pieces, axis=1), dtype=np.int32).tobytes()
-
-
-def _position_model(config: Any) -> Any:
-    """Return an instance of vLLM's thinker class without layers: only its M-RoPE arithmetic, on the config, is used."""
-    from torch import nn
-    from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
-
-    model = Qwen3OmniMoeThinkerForConditionalGeneration.__new__(Qwen3OmniMoeThinkerForConditionalGeneration)
-    nn.Module.__init__(model)
-    model.config = config.thinker_config
-    return model

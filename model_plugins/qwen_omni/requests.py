@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_omni_ext.config.checks import chunk_value
+from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
+from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.plugins.runtime import Capabilities, RequestOptions
 
@@ -45,12 +46,19 @@ class SpeakingRuntime:
     """The part of a `ModelRuntime` that checks the options of a request.
 
     Attributes:
+        preferred_voice: the default speaker, if the checkpoint has it.
         voices: names of the speakers, sorted.
     """
 
     fields = Fields
+    preferred_voice: str
     voices: Any
     _chunks: dict[str, Any]
+
+    @property
+    def default_voice(self) -> str:
+        """Name of the speaker for requests without a voice."""
+        return self.preferred_voice if self.preferred_voice in self.voices else self.voices[0]
 
     def capabilities(self) -> Capabilities:
         """Return the output modalities of the checkpoint."""
@@ -83,6 +91,26 @@ class SpeakingRuntime:
             chunk_value(key, value)
         except ValueError as error:
             raise RequestError(f"{name}: {error}", parameter=name) from None
+
+    def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
+        """Return the chunk schedules of text and frames."""
+        sizes = {**self._chunks, **options.chunks}
+        rate = self._frame_rate() if sizes[ADAPTIVE] else 0.0
+        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
+
+    def _frame_rate(self) -> float:
+        """Return the number of frames in a second of sound."""
+        raise NotImplementedError
+
+
+def position_model(thinker: Any, config: Any) -> Any:
+    """Return an instance of vLLM's thinker class without layers: only its M-RoPE arithmetic, on the config, is used."""
+    from torch import nn
+
+    model = thinker.__new__(thinker)
+    nn.Module.__init__(model)
+    model.config = config.thinker_config
+    return model
 
 
 def too_long(length: str, frames: int) -> RequestError:

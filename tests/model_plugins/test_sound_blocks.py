@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
-from vllm.model_executor.models.qwen3_omni_moe_thinker import _get_feat_extract_output_lengths
+from vllm.model_executor.models.qwen3_omni_moe_thinker import (
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    _get_feat_extract_output_lengths,
+)
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -22,7 +25,6 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from vllm_omni_ext.model_plugins.qwen3_omni.runtime import _position_model
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
     CHUNK_FRAMES,
     CHUNK_ROWS,
@@ -37,6 +39,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
     joined,
 )
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import WholeChunks
+from vllm_omni_ext.model_plugins.qwen_omni.requests import position_model
 
 BLOCK, BLOCK_ROWS = 200, 26
 TEXT, PAD, END = 1, 2, 3
@@ -117,7 +120,7 @@ def test_the_beginning_of_a_longer_sound_has_the_same_tokens_and_names(sounds: l
 def test_positions_of_blocks_are_those_of_the_sound(sounds: list[tuple[int, int]]) -> None:
     vision, thinker = SimpleNamespace(spatial_merge_size=2), SimpleNamespace(position_id_per_seconds=13)
     thinker.vision_config = vision
-    model = _position_model(SimpleNamespace(thinker_config=thinker))
+    model = position_model(Qwen3OmniMoeThinkerForConditionalGeneration, SimpleNamespace(thinker_config=thinker))
     ids, features = prompt(*map(list, zip(*sounds, strict=True)))  # type: ignore[arg-type]
     expected, delta = model.get_mrope_input_positions(ids, features)
     found, same = model.get_mrope_input_positions(ids, joined(divided(features, BLOCK)))

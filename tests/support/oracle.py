@@ -56,23 +56,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class Oracle:
-    """A checkpoint in Transformers on the CPU in float32.
+class Prompts:
+    """Prompts and features of a processor."""
 
-    Attributes:
-        checkpoint: digest of the weights, the same for checkpoints that answer alike.
-    """
-
-    def __init__(self, model_dir: str | Path) -> None:
-        weights = sorted(Path(model_dir).glob("*.safetensors"))
-        self.checkpoint = hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
-        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
-        # In Transformers 5.19 the talker's get_rope_index reads an audio_config that only the thinker's configuration
-        # has: without this line, generate() fails for audio together with an image or video.
-        self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
-        self.processor = Qwen3OmniMoeProcessor.from_pretrained(model_dir)
-        generation = json.loads((Path(model_dir) / "generation_config.json").read_text())
-        self.eos_ids: int | list[int] = generation.get("eos_token_id", self.model.config.im_end_token_id)
+    processor: Any
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The chat template with one placeholder for each medium."""
@@ -89,6 +76,25 @@ class Oracle:
             return_tensors="pt",
         )
         return dict(batch)
+
+
+class Oracle(Prompts):
+    """A checkpoint in Transformers on the CPU in float32.
+
+    Attributes:
+        checkpoint: digest of the weights, the same for checkpoints that answer alike.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        weights = sorted(Path(model_dir).glob("*.safetensors"))
+        self.checkpoint = hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
+        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+        # In Transformers 5.19 the talker's get_rope_index reads an audio_config that only the thinker's configuration
+        # has: without this line, generate() fails for audio together with an image or video.
+        self.model.talker.config.audio_config = self.model.config.thinker_config.audio_config
+        self.processor = Qwen3OmniMoeProcessor.from_pretrained(model_dir)
+        generation = json.loads((Path(model_dir) / "generation_config.json").read_text())
+        self.eos_ids: int | list[int] = generation.get("eos_token_id", self.model.config.im_end_token_id)
 
     @one_thread()
     @torch.no_grad()

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
 
-from tests.support.media import Message, of_kind
-from tests.support.oracle import Golden, one_thread, recorder, whole_hops
+from tests.support.media import Message
+from tests.support.oracle import Golden, Prompts, one_thread, recorder
 
 
-class Oracle:
+class Oracle(Prompts):
     """A checkpoint in Transformers on the CPU in float32; its answers have frames of one code.
 
     Attributes:
@@ -34,22 +34,6 @@ class Oracle:
         self.eos_ids = json.loads((Path(model_dir) / "generation_config.json").read_text())["eos_token_id"]
         codec = self.model.config.talker_config
         self.codec_ends = [codec.tts_codec_pad_token_id, codec.tts_codec_end_token_id]
-
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """The chat template with one placeholder for each medium."""
-        return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-
-    def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """Ids and features of one request (batch of 1)."""
-        audio = [whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
-        batch = self.processor(
-            text=[self.prompt(messages)],
-            audio=audio or None,
-            images=of_kind(messages, "image") or None,
-            videos=of_kind(messages, "video") or None,
-            return_tensors="pt",
-        )
-        return dict(batch)
 
     @one_thread()
     @torch.no_grad()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from fastapi import Request
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -56,6 +56,14 @@ NO_RESAMPLER = "the sound's sample rate is not the model's; to change it the ser
 """Message for the PackageNotFoundError that vLLM raises for a missing resampler if its package is not named `vllm`."""
 
 
+class _Inside(NamedTuple):
+    """Options of a request that comes from this process, not by HTTP; see `OmniServingChat.create_parts`."""
+
+    started: Callable[[RequestTrace], None] | None
+    in_blocks: bool
+    ahead_of: tuple[str, ...] | None
+
+
 class OmniServingChat(OpenAIServingChat):
     """vLLM's chat handler with answers of several modalities."""
 
@@ -96,21 +104,16 @@ class OmniServingChat(OpenAIServingChat):
             PromptTooLong: a stage other than the frontend cannot take the prompt.
         """
         PIXELS.set(pixel_budget(self._model.omni.plan.config))  # as the middleware of HTTP requests does
-        inner = {"in_blocks": in_blocks, "ahead_of": ahead_of}
-        answer: Any = await self._answered(request, None, inner, started)
+        answer: Any = await self._answered(request, None, _Inside(started, in_blocks, ahead_of))
         return answer
 
     async def _answered(
-        self,
-        request: ChatCompletionRequest,
-        raw_request: Request | None,
-        inner: dict[str, Any] | None = None,
-        started: Callable[[RequestTrace], None] | None = None,
+        self, request: ChatCompletionRequest, raw_request: Request | None, inside: _Inside | None = None
     ) -> Answer:
         try:
-            answer = await self._create(request, raw_request, inner, started)
+            answer = await self._create(request, raw_request, inside)
         except OmniError as err:  # raised before the first byte of the answer
-            if inner is not None and isinstance(err, PromptTooLong):
+            if inside is not None and isinstance(err, PromptTooLong):
                 raise
             answer = self.create_error_response(as_vllm_error(err))
         if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
@@ -118,25 +121,16 @@ class OmniServingChat(OpenAIServingChat):
         return answer
 
     async def _create(
-        self,
-        request: ChatCompletionRequest,
-        raw_request: Request | None,
-        inner: dict[str, Any] | None,
-        started: Callable[[RequestTrace], None] | None,
+        self, request: ChatCompletionRequest, raw_request: Request | None, inside: _Inside | None
     ) -> Answer:
-        """Answer a request.
-
-        Args:
-            inner: options that HTTP requests do not have; None: the request came by HTTP.
-            started: receives the trace of the request.
-        """
-        answer = await read_chat(request, self._model)
-        if inner is not None:
-            answer.parts, answer.options = True, replace(answer.options, **inner)
+        answer, watch = await read_chat(request, self._model), None
+        if inside is not None:
+            answer.parts, watch = True, inside.started
+            answer.options = replace(answer.options, in_blocks=inside.in_blocks, ahead_of=inside.ahead_of)
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
-        ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=started or answer.watch)
+        ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=watch or answer.watch)
         key = self.engine_client.admission.expect(ticket)
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: key}
         self._answers[key] = answer
