@@ -15,6 +15,7 @@ from hashlib import sha256
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -31,6 +32,13 @@ CHUNK_FRAMES, CHUNK_ROWS = 100, 13
 
 FEATURES, MASK, LENGTH = "input_audio_features", "feature_attention_mask", "audio_feature_lengths"
 """Keys of an item: features [mel bins, frames], their mask [frames], and the number of frames."""
+
+_NAMES: LRUCache[tuple[str, int, int], list[str]] = LRUCache(4096)
+"""Hashes of the blocks of a sound, by the sound's hash, the frames of a block and those of the sound.
+
+The sounds of earlier turns are divided again in each turn. An engine holds most of their blocks, which are not sent, so
+a view of the features is enough.
+"""
 
 
 def block_frames(config: Any) -> int | None:
@@ -69,11 +77,14 @@ def _blocks(feature: MultiModalFeatureSpec, block: int) -> list[MultiModalFeatur
     assert data is not None and feature.mm_hash is not None
     adapter = feature.identifier.removesuffix(feature.mm_hash)  # vLLM's prefix, if adapters change the encoder
     rows = block // CHUNK_FRAMES * CHUNK_ROWS
-    found = []
-    for first in range(0, frames, block):
-        count, offset = min(block, frames - first), first // block * rows
-        part = _part(data, first, count)
-        name = sha256(part[FEATURES].data.numpy()).hexdigest()  # type: ignore[union-attr]
+    key = feature.mm_hash, block, frames
+    known = _NAMES.get(key)
+    found, names = [], []
+    for index, first in enumerate(range(0, frames, block)):
+        count, offset = min(block, frames - first), index * rows
+        part = _part(data, first, count, copied=known is None)
+        name = known[index] if known is not None else sha256(part[FEATURES].data.numpy()).hexdigest()  # type: ignore[union-attr]
+        names.append(name)
         found.append(
             MultiModalFeatureSpec(
                 data=part,
@@ -85,15 +96,21 @@ def _blocks(feature: MultiModalFeatureSpec, block: int) -> list[MultiModalFeatur
                 mm_hash=name,
             )
         )
+    _NAMES[key] = names
     return found
 
 
-def _part(data: MultiModalKwargsItem, first: int, count: int) -> MultiModalKwargsItem:
-    """Return the frames [first, first + count) of a sound."""
+def _part(data: MultiModalKwargsItem, first: int, count: int, *, copied: bool) -> MultiModalKwargsItem:
+    """Return the frames [first, first + count) of a sound; the features are a contiguous copy or a view."""
     stop = first + count
-    cut = {
+
+    def features(values: torch.Tensor) -> torch.Tensor:
+        part = values.numpy()[:, first:stop]
         # numpy: torch copies in several threads, whose start takes 100 times as long on a busy machine.
-        FEATURES: lambda values: torch.from_numpy(values.numpy()[:, first:stop].copy()),
+        return torch.from_numpy(part.copy() if copied else part)
+
+    cut = {
+        FEATURES: features,
         MASK: lambda values: values[first:stop],
         LENGTH: lambda values: torch.full_like(values, count),
     }

@@ -127,10 +127,13 @@ def test_any_scheduler_cls_can_have_an_agent(given: Any, stock: Any, monkeypatch
     config.async_scheduling = stock is AsyncScheduler
     config.scheduler_cls = WithAgent(given)  # type: ignore[assignment]
     config = pickle.loads(pickle.dumps(config))
-    vllm_config = SimpleNamespace(scheduler_config=config, additional_config={})
+    vllm_config = SimpleNamespace(
+        scheduler_config=config, additional_config={}, parallel_config=SimpleNamespace(_api_process_count=2)
+    )
     made: Any = config.get_scheduler_cls()(vllm_config=vllm_config)  # type: ignore[call-arg]
     assert isinstance(made, OwnScheduler) and isinstance(made, Built) is (given is None)
     assert "add_request" in vars(made), "the agent receives every request"
+    assert vllm_config.parallel_config._api_process_count == 1, "vLLM's engine makes its receiver cache for media"
 
 
 class Encoding(Scheduler):
@@ -148,14 +151,17 @@ class Encoding(Scheduler):
 )
 def test_a_step_encodes_no_more_than_the_limit_of_media(given: dict[str, int], most: int) -> None:
     config = SchedulerConfig.default_factory()
-    made: Any = WithAgent(Encoding)(vllm_config=SimpleNamespace(scheduler_config=config, additional_config=given))
+    vllm_config = SimpleNamespace(scheduler_config=config, additional_config=given, parallel_config=SimpleNamespace())
+    made: Any = WithAgent(Encoding)(vllm_config=vllm_config)
     assert made.max_num_encoder_input_tokens == most
     made.shutdown()
 
 
 def test_a_limit_of_media_that_a_scheduler_cannot_apply_is_refused() -> None:
     config = SimpleNamespace(
-        scheduler_config=SchedulerConfig.default_factory(), additional_config={MAX_MEDIA_TOKENS: 9}
+        scheduler_config=SchedulerConfig.default_factory(),
+        additional_config={MAX_MEDIA_TOKENS: 9},
+        parallel_config=SimpleNamespace(),
     )
     with pytest.raises(ConfigError, match="max_media_tokens: OwnScheduler is no scheduler of vLLM's"):
         WithAgent(build_own)(vllm_config=config)

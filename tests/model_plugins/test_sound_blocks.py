@@ -6,6 +6,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -76,7 +77,7 @@ def prompt(lengths: list[int], texts: list[int]) -> tuple[list[int], list[MultiM
     features = []
     for seed, (frames, text) in enumerate(zip(lengths, texts, strict=True)):
         ids += [TEXT] * text
-        features.append(sound(noise(frames, seed), len(ids), f"sound {seed}"))
+        features.append(sound(noise(frames, seed), len(ids), f"sound {seed} of {frames}"))
         ids += [PAD] * rows_of(frames) + [END]
     return [*ids, TEXT, TEXT], features
 
@@ -130,10 +131,22 @@ def test_positions_of_blocks_are_those_of_the_sound(sounds: list[tuple[int, int]
     assert torch.equal(found[:, :-1], expected[:, : len(head) - 1])
 
 
+def test_a_sound_of_an_earlier_turn_is_divided_without_a_copy() -> None:
+    features = noise(450, seed=7)
+    first, again = (divided([sound(features, offset, "earlier")], BLOCK) for offset in (3, 9))
+    assert [each.mm_hash for each in again] == [each.mm_hash for each in first]
+    for one, other in zip(first, again, strict=True):
+        assert one.data is not None and other.data is not None
+        assert torch.equal(one.data[FEATURES].data, other.data[FEATURES].data)
+        assert np.shares_memory(other.data[FEATURES].data, features)
+    longer = divided([sound(noise(650, seed=7), 3, "earlier")], BLOCK)  # a client may give two sounds one name
+    assert len(longer) == 4 and longer[0].mm_hash == first[0].mm_hash
+
+
 def test_changed_features_change_the_name_of_their_block_only() -> None:
     louder = noise(450)
     louder[:, 250] += 1
-    one, other = (divided([sound(values, 3)], BLOCK) for values in (noise(450), louder))
+    one, other = (divided([sound(noise(450), 3)], BLOCK), divided([sound(louder, 3, "louder")], BLOCK))
     same = [a.identifier == b.identifier for a, b in zip(one, other, strict=True)]
     assert same == [True, False, True]
 

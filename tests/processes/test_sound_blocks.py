@@ -11,6 +11,7 @@ from tests.processes.test_parity import Case, golden, heard, prompt, sampling, u
 from tests.processes.test_replicas import hidden_states_held, within
 from tests.support.media import audio
 from tests.support.oracle import Oracle
+from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -72,3 +73,27 @@ def test_a_sound_that_is_computed_block_by_block_is_answered_as_the_whole(omni: 
     assert output.num_cached_tokens > 0
     assert omni._omni.orchestrator.held() == 0 and hidden_states_held(omni) == 0
     assert within(omni, "thinker", "hidden_states_kept")[0] > 0
+
+
+def test_media_that_the_engine_holds_are_not_sent_and_those_it_has_dropped_are_sent_again(
+    omni: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case([user(heard(0.7, 23), "What do you hear?")], text=4, frames=4)
+    expected = golden(oracle, case)
+    client, sent = omni._omni.orchestrator.replicas[ReplicaId("thinker", 0)].client, list[bool]()
+    original = client.add_request_async
+
+    async def recorded(request: Any) -> None:
+        sent.extend(feature.data is not None for feature in request.mm_features)
+        await original(request)
+
+    monkeypatch.setattr(client, "add_request_async", recorded)
+    for reset, data in (("nothing", [True]), ("nothing", [False]), ("reset_mm_cache", [False, True])):
+        omni.reset_prefix_cache()
+        if reset != "nothing":
+            getattr(omni, reset)()
+        ids, frames, output = ask(omni, oracle, case)
+        assert list(output.prompt_token_ids) == expected.prompt_ids
+        assert (ids, frames) == (expected.thinker_ids, expected.frames.tolist())
+        assert sent == data
+        sent.clear()

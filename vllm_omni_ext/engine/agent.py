@@ -185,9 +185,14 @@ class WithAgent:
 
         The key `MAX_MEDIA_TOKENS` of `additional_config` limits the tokens that the encoder computes in one step.
 
+        vLLM's engine makes its receiver cache for media after the scheduler, and only with one API process. The config
+        has two or more, so that each API server keeps the media itself (`_FEWEST_API_PROCESSES`); the engine's copy of
+        the config gets one here, because `SentMedia` in the API servers agrees with any number of them.
+
         Raises:
             ConfigError: the scheduler is no subclass of vLLM's and cannot apply this limit.
         """
+        kwargs["vllm_config"].parallel_config._api_process_count = 1
         config = copy(kwargs["vllm_config"].scheduler_config)
         config.scheduler_cls = self.scheduler_cls
         scheduler: Any = config.get_scheduler_cls()(**kwargs)

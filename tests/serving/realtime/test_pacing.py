@@ -12,16 +12,18 @@ SENDS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 2000)), min_size
 """Milliseconds before a piece, and of the piece."""
 
 
-def test_pieces_are_due_when_300_ms_are_left() -> None:
+def test_at_most_300_ms_are_unplayed() -> None:
     pacer = Pacer()
-    assert (pacer.due(5.0), pacer.played_ms(5.0), pacer.remaining_ms(5.0)) == (0.0, 0.0, 0.0)
+    assert (pacer.due(100, 5.0), pacer.played_ms(5.0), pacer.remaining_ms(5.0)) == (0.0, 0.0, 0.0)
     pacer.sent(200, 5.0)
-    assert pacer.due(5.0) == 0.0
-    pacer.sent(200, 5.0)
-    assert pacer.due(5.0) == pytest.approx(0.1)
-    assert pacer.due(5.1) == pytest.approx(0.0)
+    assert pacer.due(100, 5.0) == pytest.approx(0)
+    pacer.sent(100, 5.0)
+    assert pacer.due(100, 5.0) == pytest.approx(0.1)
+    assert pacer.due(100, 5.1) == pytest.approx(0.0)
+    assert pacer.due(40, 5.0) == pytest.approx(0.04)
+    assert pacer.due(400, 5.0) == pytest.approx(0.3), "a longer piece when all sound has been played"
     assert pacer.played_ms(5.25) == pytest.approx(250)
-    assert pacer.remaining_ms(5.25) == pytest.approx(150)
+    assert pacer.remaining_ms(5.25) == pytest.approx(50)
 
 
 def test_an_underrun_shifts_the_rest() -> None:
@@ -38,7 +40,7 @@ def test_a_cancelled_answer_keeps_what_had_been_played_and_takes_no_more() -> No
     assert pacer.cancel(1.25) == pytest.approx(250)
     assert pacer.played_ms(9.0) == pacer.cancel(9.0) == pytest.approx(250)
     assert pacer.remaining_ms(1.3) == 0.0
-    for call in (lambda: pacer.due(2.0), lambda: pacer.sent(1, 2.0)):
+    for call in (lambda: pacer.due(100, 2.0), lambda: pacer.sent(1, 2.0)):
         with pytest.raises(ValueError, match="cancelled"):
             call()
     assert Pacer().cancel(0.0) == 0.0
@@ -67,10 +69,8 @@ def test_played_sound_is_that_of_a_listener_simulated_in_steps_of_1_ms(sends: li
 def test_a_sender_that_waits_until_a_piece_is_due_causes_no_underrun(pieces: list[int], ahead: int) -> None:
     pacer, now = Pacer(ahead), 0.0
     for at, ms in enumerate(pieces):
-        assert pacer.remaining_ms(now) <= ahead + max(pieces) + 1e-6
-        wait = pacer.due(now)
-        now += wait
-        assert pacer.remaining_ms(now) <= ahead + 1e-6, "never earlier than allowed"
+        now += pacer.due(ms, now)
+        assert pacer.remaining_ms(now) + ms <= max(ahead, ms) + 1e-6, "never earlier than allowed"
         assert pacer.played_ms(now) == pytest.approx(1000 * now, abs=1e-6) or at == 0, "never a pause"
         pacer.sent(ms, now)
     assert pacer.played_ms(now + sum(pieces)) == pytest.approx(sum(pieces))

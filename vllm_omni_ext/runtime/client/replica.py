@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.runtime.client.sent_media import SentMedia
 from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
 
 Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
@@ -169,11 +170,16 @@ class _Mark:
 
 
 class StockReplica:
-    """Connection to one replica: sends requests and calls, and receives outputs, with vLLM's own `AsyncMPClient`."""
+    """Connection to one replica: sends requests and calls, and receives outputs, with vLLM's own `AsyncMPClient`.
 
-    def __init__(self, replica_id: ReplicaId, client: AsyncMPClient) -> None:
+    Args:
+        media: the media that this process has sent to the replica; None: each request has all its media.
+    """
+
+    def __init__(self, replica_id: ReplicaId, client: AsyncMPClient, media: SentMedia | None = None) -> None:
         self.id = replica_id
         self.client = client
+        self._media = media
         self._calls: set[asyncio.Future[Any]] = set()
         self._gone = False
         self.reason = ""
@@ -182,10 +188,12 @@ class StockReplica:
     async def add(self, request: EngineCoreRequest) -> None:
         """Send a request or a chunk of it. Does nothing if the replica is dead: `replica_down` replays its requests."""
         if not self.dead:
-            await self.client.add_request_async(request)
+            await self.client.add_request_async(request if self._media is None else self._media.without_held(request))
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort requests in the replica."""
+        if self._media is not None:
+            self._media.forget(request_ids)
         await self.client.abort_requests_async(request_ids)
 
     async def call(self, utility: str, *args: Any) -> Any:
@@ -222,6 +230,7 @@ class StockReplica:
                     await asyncio.sleep(0)
                 outputs = await self.client.get_output_async()
                 if not isinstance(outputs, _Mark):
+                    await self._send_again(outputs)
                     return outputs
                 if not outputs.passed.done():
                     outputs.passed.set_result(None)
@@ -230,6 +239,11 @@ class StockReplica:
             for call in self._calls:
                 call.cancel()
             raise
+
+    async def _send_again(self, outputs: EngineCoreOutputs) -> None:
+        """Send the requests whose media the engine does not hold again, and remove their outputs from `outputs`."""
+        for request in () if self._media is None else self._media.missed(outputs):
+            await self.client.add_request_async(request)
 
     async def fence(self) -> None:
         """Wait until the engine has processed all earlier messages, and `outputs` has returned all their outputs.

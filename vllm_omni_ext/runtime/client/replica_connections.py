@@ -39,6 +39,7 @@ from vllm_omni_ext.coordinator.watcher import Watcher
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.runtime.client.replica import Client, Listeners, StockReplica, abort_client, addresses
+from vllm_omni_ext.runtime.client.sent_media import SentMedia, engine_keeps_media
 from vllm_omni_ext.runtime.control import NOTHING_CHANGED, OperatorState, Server, SharedCounters
 from vllm_omni_ext.topology.placement import devices_of, longest_sequence
 from vllm_omni_ext.topology.plan import Plan
@@ -127,7 +128,8 @@ class Connections:
             keys=self.keys if listeners[0].address.startswith("tcp:") else None,
             ready_within_s=connect_limit_s(self.plan),
         )
-        return StockReplica(replica, client)
+        media = SentMedia(config, self.client_count) if engine_keeps_media(config) else None
+        return StockReplica(replica, client, media)
 
     @property
     def keys(self) -> Keys | None:

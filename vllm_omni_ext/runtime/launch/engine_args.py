@@ -30,8 +30,9 @@ compiled code contains a device index, but vLLM's hash of a compilation includes
 """
 
 _FEWEST_API_PROCESSES = 2
-"""With one API process, vLLM mirrors the multimodal cache into its engine. With several replicas this fails, because
-each item is sent to one replica only. With two or more API processes, the cache stays in the API process.
+"""With one API process, vLLM's frontend keeps the sizes of media only, and expects that its one engine has the data.
+With several replicas this fails, because each item is sent to one replica only. With two or more, each keeps the data.
+`SentMedia` then leaves out what a replica has.
 """
 
 

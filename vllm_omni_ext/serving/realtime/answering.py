@@ -420,9 +420,9 @@ class _Player:
         piece = await self._pieces.get()
         if piece is None:
             return None
-        if (wait := self._pacer.due(self._clock())) > 0:
-            await asyncio.sleep(wait)
         ms = len(piece) / self._bytes_per_ms
+        if (wait := self._pacer.due(ms, self._clock())) > 0:
+            await asyncio.sleep(wait)
         self._pacer.sent(ms, self._clock())
         return piece, ms
 

@@ -9,13 +9,14 @@ MS = 1000.0
 
 
 class Pacer:
-    """Computes when the pieces of one answer's sound are sent: at most `ahead_ms` and one piece before they are played.
+    """Computes when the pieces of one answer's sound are sent: at most `ahead_ms` of it is unplayed.
 
     The client starts to play when the first piece arrives. If it has played all sound, it resumes when the next piece
     arrives. `now` is the time of a monotonic clock in seconds.
 
     Args:
-        ahead_ms: the next piece is sent when the client has at most this much unplayed sound, in ms.
+        ahead_ms: most unplayed sound of the client, with the piece that is sent, in ms; a longer piece is sent when the
+            client has played all sound.
 
     Raises:
         ValueError: `ahead_ms` is negative.
@@ -28,10 +29,10 @@ class Pacer:
         self._player = Player()
         self._cancelled_ms: float | None = None
 
-    def due(self, now: float) -> float:
-        """Return the seconds until the next piece can be sent. Raises ValueError: `cancel` was called."""
+    def due(self, ms: float, now: float) -> float:
+        """Return the seconds until a piece of `ms` milliseconds can be sent. Raises ValueError: `cancel` was called."""
         self._refuse_cancelled()
-        return max(0.0, self._player.unplayed(now) - self._ahead_s)
+        return max(0.0, self._player.unplayed(now) - max(0.0, self._ahead_s - ms / MS))
 
     def sent(self, ms: float, now: float) -> None:
         """Record that a piece of `ms` milliseconds was sent. Raises ValueError: `ms` < 0, or `cancel` was called."""
