@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,8 @@ def main() -> int:
     names = [each.name for each in SCENARIOS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}; all without")
     parser.add_argument("--once", action="store_true", help="start each scenario once")
+    parser.add_argument("--jobs", type=int, default=2, help="scenarios at a time, each with a compile cache (2)")
+    parser.add_argument("--prepared", type=Path, metavar="CACHE", help=argparse.SUPPRESS)
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="make the faults of faults.yaml: all, or some")
     args = parser.parse_args()
     if args.faults is not None:
@@ -83,13 +87,35 @@ def main() -> int:
         return missed([faults[name] for name in args.faults or faults])
     if unknown := set(args.names) - set(names):
         parser.error(f"no scenario {', '.join(sorted(unknown))}; use {', '.join(names)}")
-    environment = prepare()
-    defects = 0
-    for scenario in SCENARIOS:
-        if not args.names or scenario.name in args.names:
-            for turn, each in enumerate([scenario] if args.once else [scenario, scenario.again()]):
-                defects += report(each, turn, list(defects_of(environment, each)))
+    chosen = [each for each in SCENARIOS if not args.names or each.name in args.names]
+    if args.prepared is None:
+        return in_parallel(prepare(), chosen, args.jobs, once=args.once)
+    environment, defects = Environment(args.prepared.parent, args.prepared), 0
+    for scenario in chosen:
+        for turn, each in enumerate([scenario] if args.once else [scenario, scenario.again()]):
+            defects += report(each, turn, list(defects_of(environment, each)))
     return int(defects > 0)
+
+
+def in_parallel(environment: Environment, scenarios: Sequence[Scenario], jobs: int, *, once: bool) -> int:
+    """Run each scenario in a process, `jobs` at a time; its output is printed at its end.
+
+    A scenario reports kernels that are compiled after its start, so no other one may use its cache meanwhile.
+    """
+    caches: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for job in range(jobs):
+        caches.put(environment.cache if job == 0 else environment.cache.with_name(f"cache-{job + 1}"))
+
+    def run(scenario: Scenario) -> int:
+        cache = caches.get()
+        words = [sys.executable, "-m", "tests.nullgpu", scenario.name, "--prepared", str(cache)]
+        done = subprocess.run([*words, *(["--once"] if once else [])], stdout=subprocess.PIPE, text=True)
+        caches.put(cache)
+        print(done.stdout, end="", flush=True)
+        return done.returncode
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return int(any(list(pool.map(run, scenarios))))
 
 
 def missed(faults: Sequence[Fault]) -> int:
