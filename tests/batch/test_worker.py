@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -43,6 +44,14 @@ class Folder:
         self.workers.append(Worker(store, server, places=places))
         self.workers[-1].start()
         return server, self.workers[-1]
+
+    def kill(self, worker: Worker) -> None:
+        """Release what a killed process releases; nothing else of it runs."""
+        assert worker._lock is not None and worker._pipe is not None
+        worker._loop.remove_reader(worker._pipe)
+        for file in (worker._pipe, worker._lock):
+            os.close(file)
+        self.workers.remove(worker)
 
     def batch(self, *names: str, data: bytes | None = None, seconds: int = 3600) -> Batch:
         """Create a batch with a line for each name; a name that begins with `bad` is of a line with another method."""
@@ -210,3 +219,49 @@ async def test_answers_after_stop_do_not_count(folder: Folder) -> None:
     await second.until(1)
     second.held["a"].set_result(None)
     assert (await folder.until(batch, lambda batch: batch.ended)).completed == 1
+
+
+async def test_a_line_that_ended_three_servers_gets_an_error_and_lines_sent_with_it_do_not(folder: Folder) -> None:
+    batch = folder.batch("deadly", "with it", "after")
+    for _ in range(2):
+        server, worker = folder.server()
+        await server.until(2)
+        assert server.seen == ["deadly", "with it"]
+        folder.kill(worker)
+    queued = asyncio.Event()
+
+    class Noted(asyncio.Lock):
+        async def acquire(self) -> Any:
+            if self.locked():
+                queued.set()
+            return await super().acquire()
+
+    server, worker = folder.server()
+    worker.last_attempt = Noted()
+    await server.until(1)
+    async with asyncio.timeout(WAIT_S):
+        await queued.wait()
+    assert server.seen == ["deadly"], "one of the lines that may have ended both"
+    folder.kill(worker)
+    server, _ = folder.server()
+    await answer_all(server, 2)
+    found = await folder.until(batch, lambda batch: batch.ended)
+    assert (found.status, found.completed, found.failed) == ("completed", 2, 1)
+    output = folder.output(batch)
+    assert sorted(server.seen) == ["after", "with it"] and output["with it"] is output["after"] is None
+    assert output["deadly"]["code"] == "server_error"
+    assert "3 API servers ended while they answered it" in output["deadly"]["message"]
+    assert not [path for path in folder.store.folder.rglob("*") if path.suffix == ".sends"]
+
+
+async def test_a_server_that_shuts_down_is_not_ended_by_its_lines(folder: Folder) -> None:
+    batch = folder.batch("a", "b")
+    for _ in range(4):
+        server, worker = folder.server()
+        await server.until(2)
+        worker.stop()
+        server.held["b"].set_result(None)
+    server, _ = folder.server()
+    await server.until(2)
+    await answer_all(server, 2)
+    assert (await folder.until(batch, lambda batch: batch.ended)).completed == 2

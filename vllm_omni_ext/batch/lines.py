@@ -54,6 +54,9 @@ LINE = "line"
 EXPIRED = "batch_expired"
 """Error code of OpenAI's for a line that was not answered in time."""
 
+SERVERS_ENDED = "server_error"
+"""Error code of a line that is not sent again, since API servers ended while they answered it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -228,6 +231,13 @@ def refused(line: BadLine) -> Result:
 def expired(job: Job) -> Result:
     """Return the output line of a line whose answer did not come before the batch expired."""
     error = {"code": EXPIRED, "message": "the batch expired before the request was answered"}
+    return Result(answered=False, line=_line(job.custom_id, None, error))
+
+
+def given_up(job: Job, ended: int) -> Result:
+    """Return the output line of a line that is not sent again: `ended` API servers ended while they answered it."""
+    message = f"the request is not sent again: {ended} API servers ended while they answered it"
+    error = {"code": SERVERS_ENDED, "message": message}
     return Result(answered=False, line=_line(job.custom_id, None, error))
 
 

@@ -4,6 +4,7 @@
     files/ID.json       the file's `FileRecord`; a file without it is not listed
     batches/ID.json     a `Batch`; written by its creator, and then by the API server that runs the batches only
     batches/ID.cancel   the time at which the batch was cancelled
+    batches/ID.sends    the lines that API servers have begun (`Sends`); removed when the batch has ended
     lock                locked by the API server that runs the batches
     wake                a named pipe that this API server reads: another one has created or cancelled a batch
 
@@ -25,6 +26,7 @@ from typing import IO, Any, Literal, TypeAlias
 import msgspec
 
 from vllm_omni_ext.batch.lines import Done, Line, Result, read_done, read_lines
+from vllm_omni_ext.batch.sends import Sends
 
 INPUT, OUTPUT = "batch", "batch_output"
 """Values of a file's `purpose`."""
@@ -257,6 +259,11 @@ class Store:
     def save(self, batch: Batch) -> None:
         """Write a batch."""
         _write(self._batches / f"{batch.id}.json", batch)
+        if batch.ended:
+            self._sends(batch).unlink(missing_ok=True)
+
+    def _sends(self, batch: Batch) -> Path:
+        return self._batches / f"{batch.id}.sends"
 
     def cancel(self, batch_id: str) -> None:
         """Mark a batch as cancelled; the API server that runs it ends it. A batch that has ended is left as it is."""
@@ -310,6 +317,10 @@ class Store:
                 os.truncate(path, done.size)
             found.append(done)
         return found[0], found[1]
+
+    def sends(self, batch: Batch, done: tuple[Done, Done]) -> Sends:
+        """Return the record of the lines that were sent; `done`: the lines that have a line of output."""
+        return Sends(self._sends(batch), done[0].ids | done[1].ids)
 
     def writer(self, batch: Batch) -> Callable[[Result], None]:
         """Return a function that appends a result to the file where it belongs."""

@@ -16,8 +16,9 @@ from typing import TypeVar
 
 import msgspec
 
-from vllm_omni_ext.batch.lines import Done, Job, Line, Result, expired, refused
+from vllm_omni_ext.batch.lines import Done, Job, Line, Result, expired, given_up, refused
 from vllm_omni_ext.batch.running import run
+from vllm_omni_ext.batch.sends import MOST_ENDED, Sends
 from vllm_omni_ext.batch.store import Batch, Store
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Worker:
         self.store = store
         self.send = send
         self.places = asyncio.Semaphore(places)
+        self.last_attempt = asyncio.Lock()
+        """Held by a line that would be given up if this API server ended: of such lines, one is sent at a time."""
         self.stopped = False
         self._runs: dict[str, _Run] = {}
         self._lock: int | None = None
@@ -182,7 +185,8 @@ class _Progress:
         if cancelled.is_set():
             self._save(self._batch.to("cancelling"))
             return
-        sending = asyncio.create_task(run(self._left(done), self._worker.send, self._take, self._worker.places))
+        send = partial(self._send, await _to_its_end(partial(self._store.sends, self._batch, done)))
+        sending = asyncio.create_task(run(self._left(done), send, self._write, self._worker.places))
         cancel = asyncio.create_task(cancelled.wait())
         try:
             left_s = max(0.0, self._batch.expires_at - time.time())
@@ -198,6 +202,22 @@ class _Progress:
         if cancelled.is_set():
             self._save(self._batch.to("cancelling"))
 
+    async def _send(self, sends: Sends, job: Job) -> Result:
+        """Send a line; one that was being answered when `MOST_ENDED` API servers ended gets an error instead."""
+        ended = sends.ended(job.custom_id)
+        if ended >= MOST_ENDED:
+            return given_up(job, ended)
+        async with self._worker.last_attempt if ended == MOST_ENDED - 1 else contextlib.nullcontext():
+            sends.begin(job.custom_id)
+            try:
+                result = await self._worker.send(job)
+                if self._worker.stopped:  # the server that shuts down has ended the request; it is sent again
+                    raise asyncio.CancelledError
+                return result
+            except asyncio.CancelledError:
+                sends.withdraw(job.custom_id)
+                raise
+
     def _expire(self) -> None:
         """Write a line of output for each line that has none."""
         for line in self._left(self._store.done(self._batch)):
@@ -209,11 +229,6 @@ class _Progress:
         for line in self._store.lines(self._batch):
             if not any(each.has(line) for each in done):
                 yield line
-
-    def _take(self, result: Result) -> None:
-        if self._worker.stopped:  # the server that shuts down has ended the request; it is sent again
-            raise asyncio.CancelledError
-        self._write(result)
 
     def _write(self, result: Result) -> None:
         batch = self._batch
