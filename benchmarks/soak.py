@@ -106,7 +106,7 @@ def sound(seed: int = 1) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
 
 
-TEXT = {"modalities": ["text"]}
+TEXT = {"modalities": ["text"], "talker": None}
 SPOKEN = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "wav"}}
 STREAMED = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}, "stream": True}
 REQUESTS: Mapping[str, tuple[str, dict[str, Any]]] = {

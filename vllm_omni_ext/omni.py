@@ -344,6 +344,7 @@ class AsyncOmni(TargetedLLM):
         params = request.sampling_params
         own = params if self.plan.frontend().params_type == SAMPLING_PARAMS else None
         self.admission.admit(ticket, rendered, answers=1 if params is None else params.n, params=own)
+        self.admission.refuse_unused(ticket)
         return ticket
 
     async def _answer(

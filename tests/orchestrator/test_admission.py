@@ -269,7 +269,8 @@ def test_parameters_of_a_stage_that_a_direct_request_does_not_use_are_refused() 
         if "sound" not in named:
             desk.admission.refuse_unused(ticket)
             continue
-        with pytest.raises(RequestError, match=r"^sound: this request does not use the stage") as refused:
+        message = r"^sound: this request does not use the stage; its answer is audio$"
+        with pytest.raises(RequestError, match=message) as refused:
             desk.admission.refuse_unused(ticket)
         assert refused.value.parameter == "sound"
 

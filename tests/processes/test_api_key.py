@@ -73,10 +73,11 @@ def test_the_official_client_is_answered_with_the_key(server: Server) -> None:
 
 
 END_S = 120.0
-SHORT = {"temperature": 0, "max_completion_tokens": 4, "talker": {"max_tokens": 4}}
+PLAIN = {"temperature": 0, "max_completion_tokens": 4}
+SHORT = {**PLAIN, "talker": {"max_tokens": 4}}
 CHAT, SPEECH, TRANSCRIPTION = "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions"
 LINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "text": (CHAT, {"messages": QUESTION, "modalities": ["text"], **SHORT}),
+    "text": (CHAT, {"messages": QUESTION, "modalities": ["text"], **PLAIN}),
     "sound": (CHAT, {"messages": QUESTION, "modalities": ["text", "audio"], **SHORT}),
     "speech": (
         SPEECH,

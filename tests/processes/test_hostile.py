@@ -225,6 +225,7 @@ assert {key for each in KEYS for key in each} == RESERVED
 def test_keys_between_stages_are_not_the_clients(target: Target, extra: dict[str, Any]) -> None:
     for modalities in (["text"], ["text", "audio"]):
         body = CHAT_BODY | {"vllm_xargs": extra, "modalities": modalities}
+        body |= {} if "audio" in modalities else {"talker": None}
         assert target.send(CHAT, json.dumps(body)).status_code == 400
     completion = {"model": MODEL, "prompt": "hello", "max_tokens": 2, "vllm_xargs": extra}
     assert target.send("/v1/completions", json.dumps(completion)).status_code == 200

@@ -52,7 +52,8 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    body = {**BODY, **fields.pop("extra_body", {})}
+    spoken = fields.get("modalities") != ["text"]
+    body = {**(BODY if spoken else {"ignore_eos": True}), **fields.pop("extra_body", {})}
     return client.chat.completions.create(
         **{"model": MODEL, "messages": HELLO, **SHORT, **fields, "extra_body": body},
     )
@@ -333,6 +334,7 @@ def test_voices_differ(client: openai.OpenAI) -> None:
         ({"audio": {"voice": "ethan", "format": "au"}}, "audio.format"),
         ({"n": 2}, "n"),
         ({"extra_body": {"talker": {"heat": 1}}}, "talker.heat"),
+        ({"modalities": ["text"], "extra_body": {"talker": {"temperature": 0}}}, "talker"),
         ({"messages": [*HELLO, {"role": "assistant", "audio": {"id": "audio-1"}}, *HELLO]}, "messages[1].audio"),
         ({"messages": HELLO, "extra_body": {"add_generation_prompt": False}}, "prompt"),
     ],

@@ -61,11 +61,18 @@ EXACT: dict[str, Any] = {
     "audio": {"voice": "ethan", "format": "wav"},
     "extra_body": {"ignore_eos": True, "talker": {"temperature": 0, "max_tokens": 32}},
 }
+EXACT_TEXT: dict[str, Any] = {**EXACT, "modalities": ["text"], "extra_body": {"ignore_eos": True}}
 ENDLESS: dict[str, Any] = {
     **EXACT,
     "max_completion_tokens": 1900,
     "extra_body": {"ignore_eos": True, "talker": {"max_tokens": 4000, "min_tokens": 3900}},
 }
+
+
+def endless(modalities: list[str]) -> dict[str, Any]:
+    """The fields of a request that does not end by itself."""
+    text_only = {"extra_body": {"ignore_eos": True}} if "audio" not in modalities else {}
+    return {**ENDLESS, "modalities": modalities, **text_only}
 
 
 LONG = body("Tell me a very long story about the blue cat.", 150, 250)
@@ -109,7 +116,7 @@ class Told(NamedTuple):
 async def killed_under(server: Server, stage: str, modalities: list[str]) -> Told:
     """Kill a stage's process under a request."""
     client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
-    asking = asyncio.create_task(client.chat.completions.create(**ENDLESS, modalities=modalities))
+    asking = asyncio.create_task(client.chat.completions.create(**endless(modalities)))
     works = "talker" if stage == "talker" else "thinker"
     seen = await asyncio.to_thread(until, lambda: busy(server, works))
     assert seen, f"{works} does not have the request; {asking=}, {replicas(server)}\n{server.tail()}"
@@ -137,7 +144,7 @@ def test_without_a_restart_a_killed_talker_fails_spoken_requests_only(tiny: Path
         told = asyncio.run(killed_under(server, "talker", ["text", "audio"]))
         check_lost(server, "talker", told)
         client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
-        assert client.chat.completions.create(**EXACT, modalities=["text"]).choices[0].message.content
+        assert client.chat.completions.create(**EXACT_TEXT).choices[0].message.content
         with pytest.raises(openai.APIStatusError) as refused:
             client.chat.completions.create(**EXACT, modalities=["audio"])
         assert refused.value.status_code == 503
@@ -243,7 +250,7 @@ async def leave_early(client: openai.AsyncOpenAI, chance: random.Random) -> None
 
 
 async def _use(client: openai.AsyncOpenAI, modalities: list[str], *, stream: bool) -> None:
-    fields = {**ENDLESS, "modalities": modalities}
+    fields = endless(modalities)
     if stream:
         fields["audio"] = {"voice": "ethan", "format": "pcm16"}
         async for _ in await client.chat.completions.create(**fields, stream=True):

@@ -120,7 +120,7 @@ def reply(client: openai.OpenAI) -> Any:
 @pytest.fixture(scope="module")
 def traffic(client: openai.OpenAI, server: Server, reply: Any) -> Series:
     """The metrics after: text, two spoken answers (one before), two refused, one that was left before it spoke."""
-    client.chat.completions.create(**ASK, modalities=["text"], extra_body=BODY)
+    client.chat.completions.create(**ASK, modalities=["text"], extra_body={"ignore_eos": True})
     client.chat.completions.create(**ASK, modalities=["text", "audio"], extra_body=BODY)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**ASK, modalities=["smell"])
@@ -233,7 +233,7 @@ def test_metrics_of_a_stream(client: openai.OpenAI, modalities: list[str], usage
 
 
 def test_without_the_field_nothing_is_added(client: openai.OpenAI) -> None:
-    plain = client.chat.completions.create(**ASK, modalities=["text"], extra_body=BODY)
+    plain = client.chat.completions.create(**ASK, modalities=["text"], extra_body={"ignore_eos": True})
     assert plain.metrics is None
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASK, extra_body={"return_stage_metrics": "yes"})

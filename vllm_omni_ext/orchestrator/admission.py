@@ -178,7 +178,8 @@ class Admission:
         """
         assert ticket.planned is not None, "the request was admitted"
         for stage in sorted(ticket.options.named - ticket.planned.flow.stages):
-            raise RequestError(f"{stage}: this request does not use the stage", parameter=stage)
+            answer = " and ".join(ticket.options.modalities)
+            raise RequestError(f"{stage}: this request does not use the stage; its answer is {answer}", parameter=stage)
 
     def _check_media(self, request: Rendered) -> None:
         if self._max_media_tokens is None:

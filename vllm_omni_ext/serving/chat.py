@@ -225,7 +225,8 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
     options = await model.surface.chat_options(found.options, request, model)
     if request.tools and request.tool_choice not in (None, "none", "auto"):  # the answer is a tool call: no sound
-        options = replace(options, modalities=tuple(name for name in options.modalities if name != AUDIO) or (TEXT,))
+        left = tuple(name for name in options.modalities if name != AUDIO) or (TEXT,)
+        options = replace(options, modalities=left, named=frozenset())  # the client has not chosen to have no sound
     check(model.runtime, options, found.paths)
     apply_to_frontend(model.omni.plan, request)
     others = {name: model.modalities[name] for name in options.modalities if name != TEXT}
