@@ -16,8 +16,14 @@ ANY = 0
 EVENTS_PORT, VIEWS_PORT = 1, 2
 """Offsets from the head's port to the coordinator's ports for heartbeats and for views."""
 
+LAST_PORT = 65535
+
 MOONCAKE_VARIABLES = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")
 """Environment variables with the first and the last port of Mooncake's engine, which listens on 2 of them."""
+
+UCX_VARIABLE = "UCX_TCP_PORT_RANGE"
+"""Environment variable with the ports, `first-last`, of UCX, which NIXL uses. UCX listens on one port of each network
+interface, and tries another one if a port is in use."""
 
 _RANGE = re.compile(r"(\d{1,5})-(\d{1,5})")
 
@@ -30,7 +36,7 @@ def port_range(text: str) -> tuple[int, int]:
     """
     match = _RANGE.fullmatch(text.strip())
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= first <= last < 1 << 16:
+    if not 1 <= first <= last <= LAST_PORT:
         raise ValueError(text)
     return first, last
 

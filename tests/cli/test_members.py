@@ -202,6 +202,10 @@ SPLIT = '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'
             "-omp 9100 --omni-port-range 9102-9200",
             "cluster.port_range: 9102-9200 has ports of the head's own, 9100 to 9102 (--om",
         ),
+        (
+            "-omp 65534",
+            "cluster.master_port: must be <= 65533, because the head also listens on the 2 ports after it, got",
+        ),
         ("-omp 70000", "cluster.master_port: must be an integer from 1 to 65535, or null, got 70000"),
     ],
 )
@@ -219,8 +223,9 @@ def test_a_python_program_refuses_settings_for_replicas_that_join(model: str) ->
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "[::]", "*"])
-def test_a_head_refuses_an_address_that_replicas_cannot_connect_to(model: str, address: str) -> None:
-    message = error_of(model, "-oma", address, "-omp", "9100")
+@pytest.mark.parametrize("words", [[], ["--headless", "--stage", "talker"]], ids=["head", "headless"])
+def test_an_address_that_no_replica_can_connect_to_is_refused(model: str, words: list[str], address: str) -> None:
+    message = error_of(model, *words, "-oma", address, "-omp", "9100")
     assert message.startswith("cluster.master_address: ") and "--omni-master-address HOST" in message
 
 

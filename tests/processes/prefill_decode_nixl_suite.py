@@ -6,24 +6,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.processes import prefill_decode_suite
 from tests.processes.prefill_decode_suite import DECODE, MEDIA, PREFILL, each, nothing_is_kept, started, under_load
 from tests.processes.test_parity import answer, check
-from tests.support.cluster import until
+from tests.support.cluster import free_ports, until
 from tests.support.oracle import Golden, Oracle
+from vllm_omni_ext.ids import ReplicaId
 
 pytestmark = pytest.mark.extended
 environment = prefill_decode_suite.environment
 SETTINGS = {"connector": "nixl", "kv_retention_s": 10.0}
+RANGE = 40
+"""Ports of `port_range`."""
+
 SOME = ["text", "turns", "audio", "two_images_and_audio", "long_prompt", "long_media_prompt", "one_token"]
 
 
 @pytest.fixture(scope="module")
 def pair(tiny: Path) -> Iterator[Any]:
-    with started(tiny, SETTINGS) as omni:
+    first = free_ports(RANGE)
+    with started(tiny, SETTINGS, port_range=f"{first}-{first + RANGE - 1}") as omni:
         yield omni
+
+
+def test_nixl_and_its_library_listen_on_ports_of_the_range_only(pair: Any) -> None:
+    first, last = pair.plan.config.cluster.ports
+    processes = pair._deployment.processes()
+    for side in (PREFILL, DECODE):
+        connections = psutil.Process(processes[ReplicaId(side, 0)].pid).net_connections("tcp")
+        ports = [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+        assert ports and all(first <= port <= last for port in ports), ports
 
 
 def test_answers_equal_transformers(pair: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:

@@ -47,7 +47,7 @@ def environment() -> Iterator[None]:
         yield
 
 
-def started(model: Path, transfers: Mapping[str, Any] = PATIENT) -> Any:
+def started(model: Path, transfers: Mapping[str, Any] = PATIENT, **settings: Any) -> Any:
     """One replica of each side."""
     from vllm import LLM
 
@@ -57,7 +57,7 @@ def started(model: Path, transfers: Mapping[str, Any] = PATIENT) -> Any:
         patch.setattr(process_watcher, "RESTART_BACKOFF_S", 0.1)
         patch.setitem(THINKER.engine, "worker_cls", "tests.support.kv_probe.ProbeWorker")
         patch.setitem(THINKER.engine, "scheduler_cls", "tests.support.kv_probe.probe_scheduler")
-        return LLM(str(model), omni=True, stage_overrides={"thinker": split}, **size)
+        return LLM(str(model), omni=True, stage_overrides={"thinker": split}, **size, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,7 @@ def test_stages_sample_without_flashinfer_where_it_cannot_be_compiled(
     with Deployment._replica_environment(deployment, "talker", str(tmp_path)):
         assert os.environ.get(SAMPLER) == expected
         assert (os.environ["MC_MIN_RPC_PORT"], os.environ["MC_MAX_RPC_PORT"]) == ("23000", "23009")
+        assert os.environ["UCX_TCP_PORT_RANGE"] == "23000-23009"
 
 
 def test_temporary_files_go_into_the_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from vllm_omni_ext.config.schema import OmniConfig
 from vllm_omni_ext.disaggregation.parameters import LOOPBACK
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.spec import PipelineSpec
-from vllm_omni_ext.ports import VIEWS_PORT
+from vllm_omni_ext.ports import LAST_PORT, VIEWS_PORT
 from vllm_omni_ext.topology.plan import Headless, Plan
 
 _STAGE = "--stage"
@@ -51,10 +51,14 @@ def listening(config: OmniConfig) -> OmniConfig:
     """Return the configuration of a head, with the loopback as address if only a port is set.
 
     Raises:
-        ConfigError: the address means all addresses of a host, e.g. 0.0.0.0, to which replicas cannot connect. Or
-            `port_range` contains a port that the head itself uses.
+        ConfigError: the port leaves no two ports after it, or `port_range` contains a port that the head itself uses.
     """
     cluster = config.cluster
+    if cluster.master_port is not None and cluster.master_port > LAST_PORT - VIEWS_PORT:
+        raise ConfigError(
+            f"cluster.master_port: must be <= {LAST_PORT - VIEWS_PORT}, because the head also listens on the "
+            f"{VIEWS_PORT} ports after it, got {cluster.master_port}"
+        )
     if cluster.master_port is not None and cluster.ports is not None:
         (first, last), own = cluster.ports, cluster.master_port
         if first <= own + VIEWS_PORT and own <= last:
@@ -62,15 +66,19 @@ def listening(config: OmniConfig) -> OmniConfig:
                 f"cluster.port_range: {cluster.port_range} has ports of the head's own, {own} to {own + VIEWS_PORT} "
                 f"({_PORT} {own}); name others"
             )
-    if cluster.master_address is None:
-        return config if cluster.master_port is None else with_settings(config, {"master_address": LOOPBACK})
-    word = cluster.master_address.strip("[]")
+    if cluster.master_address is None and cluster.master_port is not None:
+        return with_settings(config, {"master_address": LOOPBACK})
+    return config
+
+
+def check_address(config: OmniConfig) -> None:
+    """Raise ConfigError if `master_address` means all addresses of a host (e.g. 0.0.0.0): none can connect to it."""
+    word = (config.cluster.master_address or "").strip("[]")
     if word == "*" or ((network := as_network(word)) and network.network_address.is_unspecified):
         raise ConfigError(
-            f"cluster.master_address: '{word}' stands for all addresses of this host, and replicas need one that they "
+            f"cluster.master_address: '{word}' stands for all addresses of a host, and replicas need one that they "
             f"can reach: {_ADDRESS} HOST"
         )
-    return config
 
 
 def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from vllm_omni_ext.cli.args import EXPLICIT, KEYS, check_flags
-from vllm_omni_ext.cli.members import check_reachable, for_this_process, listening, refuse_joining
+from vllm_omni_ext.cli.members import check_address, check_reachable, for_this_process, listening, refuse_joining
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.compat import require_seams
 from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
@@ -63,6 +63,7 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     config = for_this_process(args, pipeline, config)
     if config.timeouts.request_timeout_s == AUTO:
         config = with_settings(config, {"request_timeout_s": SERVER_REQUEST_TIMEOUT_S})
+    check_address(config)
     if not args.headless:
         config = listening(config)
         check_reachable(pipeline, config)

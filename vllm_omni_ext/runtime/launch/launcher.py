@@ -40,7 +40,7 @@ from vllm_omni_ext.environment import SAMPLER, missing_for_flashinfer
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.lifeline import end_processes, how_it_ended
-from vllm_omni_ext.ports import MOONCAKE_VARIABLES, bind_within
+from vllm_omni_ext.ports import MOONCAKE_VARIABLES, UCX_VARIABLE, bind_within
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaInfo
 from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, engine_config, stage_engine_args
@@ -221,8 +221,9 @@ class Deployment:
     def _replica_environment(self, stage: str, folder: str) -> Iterator[None]:
         """Set the environment for making configs of a stage and starting its replicas; `folder`: for their files."""
         variables = {"VLLM_RPC_BASE_PATH": folder}
-        if (ports := self.plan.config.cluster.ports) is not None:  # Mooncake's library reads them at its import
+        if (ports := self.plan.config.cluster.ports) is not None:  # the libraries read them at their import
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
+            variables[UCX_VARIABLE] = "{}-{}".format(*ports)
         variables |= self.plan.config.stage(stage).env
         defaults = dict(self.plan.stage(stage).env)
         if self._no_flashinfer:
