@@ -309,7 +309,11 @@ class Store:
             yield from read_lines(file, endpoint=batch.endpoint)
 
     def done(self, batch: Batch) -> tuple[Done, Done]:
-        """Return the lines of both files of a batch's output, of which an incomplete last line is removed."""
+        """Remove an incomplete last line from the files of a batch's answers and errors, and return the lines of both.
+
+        Raises:
+            ConfigError: a complete line of a file is not one of a batch's output.
+        """
         found = []
         for path in map(self.contents, (batch.output, batch.failures)):
             done = read_done(path)

@@ -38,7 +38,7 @@ class OmniNixlConnector(NixlConnector):
         config.engine_id = f"{given}-{_engine_process(vllm_config, role)}"
         host = extra.get(HOST, LOOPBACK)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
-        if role == KVConnectorRole.SCHEDULER and config.is_kv_producer:
+        if role == KVConnectorRole.SCHEDULER:  # of both sides; without a free port vLLM waits for its thread for ever
             os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port(host))
         super().__init__(vllm_config, role, kv_cache_config)
 

@@ -16,7 +16,7 @@ vLLM's config is not used for the identity, since the config is part of the key 
 
 
 class ReplicaIdentity(Struct, frozen=True, kw_only=True):
-    """Values that a replica's process receives from its parent: the replica's name (stage and index) and settings.
+    """The name of a replica (stage and index), and the settings that its process receives from its parent.
 
     Attributes:
         parent: process id of the parent; the replica ends when the parent's thread that started it ends. None: the
@@ -26,7 +26,7 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
         epoch: distinguishes this process from earlier processes of the same replica name.
         proof: the head's proof for the coordinator that the head has assigned name and epoch.
         events: the coordinator's address for replicas; None: there is no coordinator.
-        interval_s: time between two heartbeats.
+        interval_s: seconds between two heartbeats.
         host: address under which other hosts reach this host; "" if they cannot.
         secret_file: file with the cluster's secret.
         ports: first and last port on which the replica may listen for other hosts; None: any.

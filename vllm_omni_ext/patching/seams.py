@@ -59,7 +59,7 @@ def overrides(package: str) -> list[dict[str, str]]:
 
 
 def versions(package: str = CORE) -> list[str]:
-    """Return the sorted vLLM versions, e.g. "0.32", of which the package has fingerprints."""
+    """Return the vLLM versions for which the package has fingerprints, the oldest first, e.g. ["0.32", "0.33"]."""
     folder = _data(package, "fingerprints")
     files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     return sorted((name.removesuffix(".json") for name in files if name.endswith(".json")), key=Version)
