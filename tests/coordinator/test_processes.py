@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -113,7 +114,11 @@ async def test_a_delayed_coordinator_removes_no_replica(coordinator, replica, fr
 def test_a_coordinator_that_cannot_listen_reports_the_reason(coordinator) -> None:
     control = coordinator()
     taken = control.events
-    with pytest.raises(OmniError, match=f"the coordinator cannot listen on {taken}: Address already in use"):
+    flags = " (--omni-master-address, --omni-master-port)" if taken.startswith("tcp:") else ""
+    with pytest.raises(OmniError, match=re.escape(f"cannot listen on {taken}{flags}: Address already in use")):
         coordinator(CoordinatorConfig(timing=CONFIG.timing, key=KEY, events=taken))
+    foreign = "tcp://192.0.2.77:9101"
+    with pytest.raises(OmniError, match=re.escape(f"{foreign} (--omni-master-address, --omni-master-port): Cannot")):
+        coordinator(CoordinatorConfig(timing=CONFIG.timing, key=KEY, events=foreign))
     with pytest.raises(OmniError, match=r"has not started within 0\.1 s"):
         listening(control.control, 0.1)

@@ -131,7 +131,8 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close()
-        raise OmniError(f"the coordinator cannot listen on {address}: {error.strerror}") from error
+        flags = " (--omni-master-address, --omni-master-port)" if address.startswith("tcp:") else ""
+        raise OmniError(f"the head cannot listen on {address}{flags}: {error.strerror}") from error
     return socket
 
 
