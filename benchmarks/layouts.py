@@ -1,11 +1,13 @@
 """Measures the whole pipeline with 1 and 2 talkers: spoken answers a second, first token and first sound.
 
 Device time is simulated: each stage's steps take a stated time. The talker's steps are the longest, so the talker
-limits the number of answers at once. Each client requests one spoken answer after the other. The layouts take turns on
-the same engines: a talker outside the current layout receives no requests. The table shows the effect of more replicas
-of one stage on whole answers and on their beginning.
+limits the number of answers at once. Each client requests one spoken answer after the other (closed loop); with
+`--rate`, requests begin at random times that are the same for all layouts, also while earlier ones are unanswered (open
+loop). The layouts take turns on the same engines: a talker outside the current layout receives no requests. The table
+shows the effect of more replicas of one stage on whole answers and on their beginning.
 
-    python benchmarks/layouts.py [MODEL] [--talkers 1 2] [--rounds 3] [--seconds 15] [--json FILE]
+    python benchmarks/layouts.py [MODEL] [--talkers 1 2] [--clients 8 | --rate R] [--rounds 3] [--seconds 15]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import Any
 
 from checkpoint import checkpoint, parser
 from simulated import engine
-from stage_load import Work, closed_loop, deployed, open_only
+from stage_load import Work, closed_loop, deployed, open_loop, open_only
 from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams
 
+from vllm_omni_ext.cli.options import more_than_0
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.modalities.chunks import AudioChunk
@@ -62,12 +65,12 @@ class Answers:
     prompt: list[int]
     round: Round | None = None
 
-    async def __call__(self) -> None:
-        """Request one answer."""
+    async def __call__(self, due: float | None = None) -> None:
+        """Request one answer; its times count from `due`, or from now."""
         text = SamplingParams(temperature=0, min_tokens=TOKENS, max_tokens=TOKENS, ignore_eos=True)
         frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
         options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
-        began, first_token, first_sound = time.monotonic(), 0.0, 0.0
+        began, first_token, first_sound = due or time.monotonic(), 0.0, 0.0
         asked = self.omni.generate({"prompt_token_ids": self.prompt}, text, f"layout-{next(_numbers)}", options=options)
         async for item in asked:
             if isinstance(item, AudioChunk):
@@ -80,14 +83,14 @@ class Answers:
             self.round.first_sound.append(first_sound - began)
 
 
-async def measured(answers: Answers, talkers: int, clients: int, seconds: float) -> Round:
-    """Measure one round of a layout."""
+async def measured(answers: Answers, talkers: int, number: int, args: Any) -> Round:
+    """Measure one round of a layout; rounds with the same number have the same times of requests."""
     work = Work(answers.omni, "talker", FRAMES)
     open_only(work, talkers)
-    async with closed_loop(answers, clients):
+    async with open_loop(answers, args.rate, number) if args.rate else closed_loop(answers, args.clients):
         await asyncio.sleep(SETTLE_S)
-        answers.round = done = Round(seconds)
-        await asyncio.sleep(seconds)
+        answers.round = done = Round(args.seconds)
+        await asyncio.sleep(args.seconds)
         answers.round = None
     await work.over()
     return done
@@ -100,9 +103,9 @@ async def measure(deployment: Any, prompt: list[int], args: Any) -> dict[int, li
         answers, rounds = Answers(omni, prompt), {talkers: list[Round]() for talkers in args.talkers}
         await answers()
         order = list(args.talkers)
-        for _ in range(args.rounds):
+        for number in range(args.rounds):
             for talkers in order:
-                rounds[talkers].append(await measured(answers, talkers, args.clients, args.seconds))
+                rounds[talkers].append(await measured(answers, talkers, number, args))
             order.reverse()
         return rounds
     finally:
@@ -125,7 +128,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--talkers", nargs="+", type=int, default=[1, 2], help="numbers to compare, 1 first")
-    arguments.add_argument("--clients", type=int, default=8, help="answers at once")
+    load = arguments.add_mutually_exclusive_group()
+    load.add_argument("--clients", type=int, default=8, help="closed loop: answers at once")
+    load.add_argument("--rate", type=more_than_0, help="open loop: requests a second, at random times (Poisson)")
     arguments.add_argument("--rounds", type=int, default=3, help="rounds of each layout")
     arguments.add_argument("--seconds", type=float, default=15.0, help="measured time of a round")
     arguments.add_argument("--json", type=Path, help="write the figures here too")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -52,6 +53,37 @@ async def closed_loop(work: Callable[[], Awaitable[None]], concurrency: int) -> 
         tasks = [group.create_task(again()) for _ in range(concurrency)]
         yield
         for task in tasks:
+            task.cancel()
+
+
+@asynccontextmanager
+async def open_loop(work: Callable[[float], Awaitable[None]], rate: float, seed: int) -> AsyncIterator[None]:
+    """Run `work` at the times of a Poisson process during the block; abort unfinished work at its end.
+
+    Args:
+        work: takes its scheduled time, on the clock of `time.monotonic`.
+        rate: a second; equal seeds give equal times.
+
+    Raises:
+        ExceptionGroup: work failed.
+    """
+    chance, tasks = random.Random(seed), set[asyncio.Task[None]]()
+
+    async def one(due: float) -> None:
+        await work(due)
+
+    async def arrive() -> None:
+        due = time.monotonic()
+        while True:
+            due += chance.expovariate(rate)
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            tasks.add(task := group.create_task(one(due)))
+            task.add_done_callback(tasks.discard)
+
+    async with asyncio.TaskGroup() as group:
+        tasks.add(group.create_task(arrive()))
+        yield
+        for task in tuple(tasks):
             task.cancel()
 
 

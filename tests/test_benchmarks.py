@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -274,3 +275,27 @@ def test_a_soak_run_finds_leaks(benchmark: Import, changes: dict[str, Any], foun
     assert soak.Level(**usual | changes).left_over(before) == found
     grown = soak.Level(**usual | {"pss": {"head": 90, "talker/0": 20}, "rss": {"head": 150, "talker/0": 50}})
     assert soak.Result(levels=[before, grown]).growth() == pytest.approx({"pss": 0.1, "rss": 0.0})
+
+
+async def test_an_open_loop_sends_at_the_same_times_whatever_is_unanswered(benchmark: Import) -> None:
+    load: Any = benchmark("stage_load")
+
+    async def sent(seed: int) -> list[float]:
+        dues, enough, ended = list[float](), asyncio.Event(), []
+
+        async def unanswered(due: float) -> None:
+            dues.append(due)
+            if len(dues) == 20:
+                enough.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(due)
+
+        async with load.open_loop(unanswered, 1000.0, seed):
+            await enough.wait()
+        assert sorted(ended) == sorted(dues)
+        return np.diff(dues)[:19].tolist()
+
+    first, again, other = [await sent(seed) for seed in (0, 0, 1)]
+    assert first == pytest.approx(again, abs=1e-6) and first != pytest.approx(other, abs=1e-6)
