@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("--json", type=Path, help="write the figures here too")
     args = arguments.parse_args(argv)
     rates = {"text": args.rate, "audio": args.audio_rate or args.rate / 4}
-    os.environ["PYTHONPATH"] = PYTHONPATH
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (PYTHONPATH, os.environ.get("PYTHONPATH"))))
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # as for our text stage here
     runs = []
     with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,9 @@ REPORT = ROOT / "docs" / "gpu.md"
 SAID_LINES = 40
 END_S = 60.0
 LOOK_EVERY_S = 0.1
+SINGLE = ("each", "first_s", "gaps_s")
+"""Figures of single answers."""
+
 OPTIONAL = ("mooncake", "nixl", "flashinfer")
 
 LOOK = """
@@ -128,8 +131,8 @@ def result_of(part: Part, folder: Path, state: str, seconds: float, commit: str)
     """Return the result of a part that has run."""
     file = part.figures(folder)
     figures = json.loads(file.read_text()) if state == OK and file.exists() else None
-    if isinstance(figures, list):  # every answer of a level is in the file, not in the report
-        figures = [{name: value for name, value in each.items() if name != "each"} for each in figures]
+    if isinstance(figures, list):  # times of single answers are in the part's file, not in the report
+        figures = [{name: value for name, value in each.items() if name not in SINGLE} for each in figures]
     said = part.log(folder).read_text(errors="replace").splitlines()[-SAID_LINES:]
     return Result(state, round(seconds, 1), figures, "\n".join(said), commit)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,14 @@ OK, FAILED, LATE, REFUSED, LEFT_OUT = "ok", "failed", "too late", "refused", "le
 
 REFUSED_STATUS = 3
 """Exit status of a part that was refused."""
+
+CONNECTORS = ("mooncake", "nixl")
+"""Libraries that move KV caches, as in the names of the modes that use them."""
+
+API_SERVERS = (1, 2, 4)
+TEXTS_PER_S, SLOTS = 250, 128
+"""Requests a second to API servers, more than one of them answers, and requests of the text stage at once: with steps
+of 20 ms and answers of 16 tokens it answers 400 a second."""
 
 TINY_LEVELS = ("--tiny", "--rounds", "1", "--text", "8", "--frames", "12")
 
@@ -78,7 +86,12 @@ def parts(modes: Sequence[str], *, tiny: bool) -> tuple[Part, ...]:
         tiny: the parts with the tiny checkpoint instead of the released shape; they also run on a CPU.
     """
     right = [
-        Part(f"right-{mode}", f"answers as stored on a CPU, {mode}", ("tests/gpu/run_once.py", "--modes", mode))
+        Part(
+            f"right-{mode}",
+            f"answers as stored on a CPU, {mode}",
+            ("tests/gpu/run_once.py", "--modes", mode),
+            one_of=tuple(name for name in CONNECTORS if mode.endswith(name)),
+        )
         for mode in modes
     ]
     bagel = tuple(
@@ -104,7 +117,11 @@ def _released_parts() -> tuple[Part, ...]:
         Part("video", "videos of 32 to 160 frames of 1280x720, memory after each", videos),
         _pictures()[0],
         Part("start-fp8", "the README's command with a thinker in FP8", (*start, "--quantization", "fp8")),
-        Part("levels-talkers", "two talkers, 1, 8 and 32 answers at once", (*levels, "1", "8", "32", "--talkers", "2")),
+        Part(
+            "levels-talkers",
+            "two talkers and two code2wav, 1 to 32 answers at once",
+            (*levels, "1", "4", "8", "16", "32", "--talkers", "2"),
+        ),
         Part("levels-http", "spoken answers over HTTP, 1 and 32 at once", (*levels, "1", "32", "--http")),
         *(
             Part(
@@ -114,6 +131,7 @@ def _released_parts() -> tuple[Part, ...]:
             )
             for count in (2, 4)
         ),
+        *_api_servers("{tiny}", "--rate", str(TEXTS_PER_S), "--slots", str(SLOTS), "--seconds", "10"),
         Part("text", "text only, compared with stock vLLM", text, devices=2),
         Part("text-fp8", "the same with a thinker in FP8, on both sides", (*text, "--fp8")),
         Part(
@@ -127,6 +145,13 @@ def _released_parts() -> tuple[Part, ...]:
         ),
         *_pictures()[1:],
     )
+
+
+def _api_servers(*words: str) -> Iterator[Part]:
+    """Yield a part for each number of API servers; `words`: of `api_servers.py`."""
+    for count in API_SERVERS:
+        called = ("benchmarks/api_servers.py", *words, "--servers", str(count), "--kinds", "text", "--json", "{json}")
+        yield Part(f"api-servers-{count}", f"text with {count} API servers, compared with stock vLLM", called)
 
 
 def _pictures() -> tuple[Part, ...]:
@@ -173,6 +198,7 @@ def _tiny_parts() -> tuple[Part, ...]:
         Part("start", "a server with the tiny checkpoint; ten answers after it", start),
         Part("levels-few", "spoken answers, 1 and 2 at once, tiny checkpoint", (*levels, "1", "2")),
         Part("levels-talkers", "two talkers, 2 at once, tiny checkpoint", (*levels, "2", "--talkers", "2")),
+        *_api_servers("{tiny}", "--rate", "10", "--seconds", "3"),
         Part("video", "a video of 8 frames, tiny checkpoint", videos),
         Part("text", "text only, compared with stock vLLM, tiny checkpoint", text),
         Part("picture-steps-512", "denoise steps packed and one by one, tiny checkpoint", (*steps, "--steps", "3")),

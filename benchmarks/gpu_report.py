@@ -153,6 +153,7 @@ def render(results: Results, known: Sequence[Part], *, devices: int, released: b
         "",
         *_levels(results),
         *_starts(results),
+        *_api_servers(results),
         *_videos(results),
         *_pictures(results),
         *_steps(results),
@@ -181,13 +182,17 @@ def _levels(results: Results) -> Iterator[str]:
     rows = [(part, found) for part in LEVELS for found in _figures(results, part) or ()]
     if not rows:
         return
-    yield "| spoken answers at once | first sound p50 / longest, ms | answer p50, s | real-time factor | answers/s |"
-    yield "|---|---|---|---|---|"
+    yield (
+        "| spoken answers at once | first sound p50 / longest, ms | answer p50, s | real-time factor | answers/s "
+        "| answers/s and device |"
+    )
+    yield "|---|---|---|---|---|---|"
     for part, f in rows:
         where = LEVELS[part]
         yield (
             f"| {f['concurrency']}{where} | {f['first_p50_s'] * 1e3:.0f} / {f['first_max_s'] * 1e3:.0f} "
-            f"| {f['whole_p50_s']:.2f} | {f['real_time_factor_p50']:.3f} | {f['requests_per_s']:.2f} |"
+            f"| {f['whole_p50_s']:.2f} | {f['real_time_factor_p50']:.3f} | {f['requests_per_s']:.2f} "
+            f"| {f['requests_per_s'] / (f['devices'] or 1):.2f} |"
         )
     yield ""
 
@@ -203,6 +208,21 @@ def _starts(results: Results) -> Iterator[str]:
             ours, stock = found["ours_per_s"], found["stock_per_s"]
             beside = f"stock vLLM {stock:.2f}, ratio {found['ratio']:.3f}"
             yield f"- `{part}`: {ours:.2f} text-only answers a second, {beside}."
+    yield ""
+
+
+def _api_servers(results: Results) -> Iterator[str]:
+    rows = [
+        found for part in results.parts if part.startswith("api-servers") for found in _figures(results, part) or ()
+    ]
+    if not rows:
+        return
+    yield "| text, device time simulated | API servers | requests/s | first token mean / p99, ms | CPU ms a request |"
+    yield "|---|---|---|---|---|"
+    for f in rows:
+        cpu = ", ".join(f"{kind} {ms:.1f}" for kind, ms in f["cpu_ms_per_request"].items())
+        first = f"{f['ttft_mean_s'] * 1e3:.0f} / {f['ttft_p99_s'] * 1e3:.0f}"
+        yield f"| {f['who']} | {f['servers']} | {f['requests_per_s']:.1f} | {first} | {cpu} |"
     yield ""
 
 

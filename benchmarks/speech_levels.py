@@ -37,6 +37,7 @@ from spoken_http import over_http, served
 from vllm import LLM
 from vllm.platforms import current_platform
 
+from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
 LEVELS = (1, 4, 8, 16, 32)
@@ -112,6 +113,11 @@ def engine_settings(levels: Sequence[int], *, device_bytes: int | None, talkers:
         for stage, needed in NEEDED_GIB.items():
             stages[stage]["engine"] |= {"gpu_memory_utilization": round(needed * GIB / device_bytes, 3)}
     return {**common, "stage_overrides": stages}
+
+
+def devices_of(model: str, settings: Mapping[str, Any]) -> int:
+    """Return the number of CUDA devices that the stages use."""
+    return len({device for replica in from_kwargs(model, **settings).replicas() for device in replica.devices})
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -198,13 +204,17 @@ def main() -> None:
         model = args.model or str(
             write_qwen3_omni(f"{folder}/model", seed=0, real_vocab=args.tiny, released_shape=not args.tiny)
         )
+        devices = devices_of(model, settings)
         with subject(model, settings, Lengths(args.text, args.frames), args) as (ask, run):
             levels = [measure(ask, run, level, args.rounds) for level in args.levels]
     where = "tiny checkpoint" if args.tiny else f"{current_platform.get_device_name(0)}, released shape"
     print(f"{where}, random weights; {args.text} text tokens and {args.frames} frames an answer")
     print(*table(levels), sep="\n")
     if args.json is not None:
-        told = [level.figures() | {"each": [asdict(answer) for answer in level.answers]} for level in levels]
+        told = [
+            level.figures() | {"devices": devices, "each": [asdict(answer) for answer in level.answers]}
+            for level in levels
+        ]
         args.json.write_text(json.dumps(told, indent=1))
 
 

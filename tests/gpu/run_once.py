@@ -5,7 +5,9 @@
 Each mode runs in a process of its own, one after the other. In float32 every token and frame must be the stored one;
 in bfloat16 it is only counted how many are, and the answer has to be complete. On a machine without CUDA the modes
 are "cpu" and "cpu-compiled" with the V1 model runner, and "cpu-v2" and "cpu-v2-compiled" with Model Runner V2, whose
-kernels Triton interprets. Exit status 1 if a mode failed.
+kernels Triton interprets. In modes that end with "mooncake" or "nixl", prompts are computed apart, and this library
+moves their KV caches; on a CPU they run only by name, as both libraries listen on all network interfaces. Exit status 1
+if a mode failed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +37,8 @@ MAX_LEN, MAX_SEQS = 2048, 8
 STEP_TOKENS = 128  # longer prompts are prefilled in chunks
 RATE_HZ = 16_000
 TIMEOUT_S = 400
+PATIENCE_S = 60.0
+"""Time for a KV cache to come, on a machine that is busy."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Mode:
         asynchronous: the thinker's scheduler is ahead of it, as always on CUDA.
         native_rotary: the thinker's rotary embedding is compiled from its operators. The effect is the
             difference in stored tokens and frames from the mode without it.
+        connector: prompts are computed apart and their KV caches moved by this library; "": one thinker.
     """
 
     dtype: str
@@ -51,6 +57,7 @@ class Mode:
     v2: bool
     asynchronous: bool = False
     native_rotary: bool = False
+    connector: str = ""
 
 
 MODES = {
@@ -61,12 +68,16 @@ MODES = {
     "bf16-graphs-v2-native-rotary": Mode("bfloat16", eager=False, v2=True, native_rotary=True),
     "fp32-eager-v1": Mode("float32", eager=True, v2=False),
     "bf16-graphs-v1": Mode("bfloat16", eager=False, v2=False),
+    "fp32-graphs-v2-mooncake": Mode("float32", eager=False, v2=True, connector="mooncake"),
+    "fp32-graphs-v2-nixl": Mode("float32", eager=False, v2=True, connector="nixl"),
 }
 CPU_MODES = {
     "cpu": Mode("float32", eager=True, v2=False),
     "cpu-compiled": Mode("float32", eager=False, v2=False),
     "cpu-v2": Mode("float32", eager=True, v2=True),
     "cpu-v2-compiled": Mode("float32", eager=False, v2=True, asynchronous=True),
+    "cpu-mooncake": Mode("float32", eager=True, v2=False, connector="mooncake"),
+    "cpu-nixl": Mode("float32", eager=True, v2=False, connector="nixl"),
 }
 FULL_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
 """By default Triton's matrix products and cuDNN's convolutions may round their float32 operands to 11 bits (TF32)."""
@@ -151,6 +162,8 @@ def run(mode: Mode, model: str, *, cpu: bool) -> bool:
     small = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
     compiled = COMPILED if cpu and not mode.eager else {}
     native = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if mode.native_rotary else {}
+    patient = {"transfer_timeout_s": PATIENCE_S} if mode.connector == "mooncake" else {}
+    apart = {"connector": mode.connector, "on_failure": "fail", **patient}
     llm = LLM(
         model,
         omni=True,
@@ -159,13 +172,19 @@ def run(mode: Mode, model: str, *, cpu: bool) -> bool:
         **small,
         max_num_batched_tokens=STEP_TOKENS,
         stage_overrides={
-            "thinker": {"kv_cache_bytes": CACHE_BYTES, "engine": compiled | native},
+            "thinker": {"kv_cache_bytes": CACHE_BYTES, "engine": compiled | native}
+            | ({"prefill_decode": apart} if mode.connector else {}),
             "talker": {"kv_cache_bytes": CACHE_BYTES, "engine": small | compiled},
         },
     )
     print(f"  ready after {time.perf_counter() - started:.1f} s")
     try:
-        return ask(llm, mode)
+        ok = ask(llm, mode)
+        if mode.connector:
+            moved = sum(edge.handed for edge in llm._omni.orchestrator.pairs())
+            print(f"  {moved} prompts were computed apart")
+            ok = ok and moved > 0
+        return ok
     finally:
         llm.close()
 
@@ -237,7 +256,11 @@ def main() -> int:
 
     from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 
-    names = args.modes or (MODES if torch.cuda.is_available() else CPU_MODES)
+    names = args.modes or (
+        [name for name, mode in MODES.items() if not mode.connector or find_spec(mode.connector)]
+        if torch.cuda.is_available()
+        else [name for name, mode in CPU_MODES.items() if not mode.connector]
+    )
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_qwen3_omni(f"{folder}/model", seed=0))
         results = [in_a_process(name, model) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 from tests.gpu import run_once
 
 ROOT = Path(__file__).parents[2]
-MODES = ("fp32-eager-v2", "bf16-graphs-v2")
+MODES = ("fp32-eager-v2", "bf16-graphs-v2", "fp32-graphs-v2-nixl")
 PAGE = ROOT / "docs" / "gpu.md"
 TIMEOUT_S = 300
 MACHINE = {"devices": "2 x H100, 79.1 GiB", "driver": "580.1", "vllm": "0.32.0"}
@@ -44,7 +45,7 @@ def program(benchmark: Import) -> ModuleType:
 
 def level(at_once: int, **figures: float) -> dict[str, float]:
     usual = {"first_p50_s": 0.08, "first_max_s": 0.1, "whole_p50_s": 1.0, "real_time_factor_p50": 0.1}
-    return {"concurrency": at_once, "requests_per_s": 8.0, **usual, **figures}
+    return {"concurrency": at_once, "requests_per_s": 8.0, "devices": 2, **usual, **figures}
 
 
 @pytest.mark.parametrize("tiny", [True, False])
@@ -62,6 +63,23 @@ def test_every_part_is_a_program_with_a_name_of_its_own(table: ModuleType, tmp_p
 @pytest.mark.engine
 def test_the_modes_on_cuda_are_those_of_the_correctness_program(program: ModuleType) -> None:
     assert program.modes_of(os.environ, cpu=False) == list(run_once.MODES)
+
+
+def test_levels_are_swept_with_one_and_with_two_talkers(table: ModuleType) -> None:
+    known = {part.name: part for part in table.parts(MODES, tiny=False)}
+
+    def levels(name: str) -> list[int]:
+        words = known[name].words
+        return [int(word) for word in itertools.takewhile(str.isdecimal, words[words.index("--levels") + 1 :])]
+
+    assert levels("levels-few") + levels("levels-many") == levels("levels-talkers") == [1, 4, 8, 16, 32]
+
+
+def test_answers_are_compared_where_prompts_are_computed_apart(table: ModuleType) -> None:
+    known = {part.name: part for part in table.parts(list(run_once.MODES), tiny=False)}
+    for connector in ("mooncake", "nixl"):
+        part = known[f"right-fp32-graphs-v2-{connector}"]
+        assert part.missing(1, [connector]) is None and part.missing(1, []) == f"needs {connector}"
 
 
 def test_a_part_that_has_ended_well_is_not_run_again(table: ModuleType, tmp_path: Path) -> None:
@@ -127,6 +145,17 @@ def test_the_report_compares_figures_with_goals(table: ModuleType, report: Modul
     for name, figures in {
         "levels-few": [level(1, first_p50_s=0.1), level(4)],
         "levels-many": [level(32, first_p50_s=0.5, requests_per_s=8.1)],
+        "levels-talkers": [level(32, requests_per_s=12.0)],
+        "api-servers-2": [
+            {
+                "who": "ours",
+                "servers": 2,
+                "requests_per_s": 249.5,
+                "ttft_mean_s": 0.052,
+                "ttft_p99_s": 0.09,
+                "cpu_ms_per_request": {"API servers": 4.0, "engines": 2.5},
+            }
+        ],
         "video": [
             {"frames": 0, "devices_bytes": [1 << 30], "replicas_bytes": {}},
             {
@@ -152,7 +181,7 @@ def test_the_report_compares_figures_with_goals(table: ModuleType, report: Modul
     results = results.having("text-fp8", table.Result(table.FAILED, 3.0, None, "one\nboom", "abc"))
     results = results.having("start-fp8", table.Result(table.REFUSED, 3.0, None, "error: too large", "abc"))
     text = report.render(results, known, devices=2)
-    assert text.splitlines()[0] == f"# On a GPU: 9 of {len(known)} parts have run, 1 failed"
+    assert text.splitlines()[0] == f"# On a GPU: 11 of {len(known)} parts have run, 1 failed"
     for line in (
         "| 0 |  |  | 0.0 | 1.0 |",
         "| 32 | 11539 | 1.3 | 1.5 | 2.5 |",
@@ -167,7 +196,9 @@ def test_the_report_compares_figures_with_goals(table: ModuleType, report: Modul
         "| image, 512x512, 20 steps | 1 | 2.100 | 2.000 | 0.000, 0.100, 1.500, 0.200, 0.300 |",
         "refused: error: too large",
         "boom\n```",
-        "| 32 | 500 / 100 | 1.00 | 0.100 | 8.10 |",
+        "| 32 | 500 / 100 | 1.00 | 0.100 | 8.10 | 4.05 |",
+        "| 32, two talkers | 80 / 100 | 1.00 | 0.100 | 12.00 | 6.00 |",
+        "| ours | 2 | 249.5 | 52 / 90 | API servers 4.0, engines 2.5 |",
     ):
         assert line in text
     one_device = report.render(results, known, devices=1)
@@ -225,14 +256,19 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
 def test_all_kinds_of_parts_run_on_a_cpu_with_tiny_checkpoints(report: ModuleType, tmp_path: Path) -> None:
     """Spoken answers of a server and in Python, denoise steps alone, images and edits of a server, and the report."""
     names = ("start", "levels-few", "picture-steps-512", "pictures-512", "levels-talkers", "video", "right-bagel")
+    names += ("api-servers-2",)
     done = call("--device", "cpu", "--tiny", "--folder", str(tmp_path), "--parts", *names)
     logs = [file.read_text(errors="replace")[-3000:] for file in sorted(tmp_path.glob("*.log"))]
     assert done.returncode == 0, done.stdout + done.stderr + "\n".join(logs)
     parts: Any = json.loads((tmp_path / "results.json").read_text())["parts"]
     assert {name: each["state"] for name, each in parts.items()} == dict.fromkeys(names, "ok")
-    start, levels, steps, pictures, talkers, videos, _ = (parts[name]["figures"] for name in names)
+    start, levels, steps, pictures, talkers, videos, _, servers = (parts[name]["figures"] for name in names)
     assert [each["concurrency"] for each in talkers] == [2] and [each["frames"] for each in videos] == [0, 8]
     assert len(start["first_sound_s"]) == 10
+    assert [(each["who"], each["servers"], each["failed"]) for each in servers] == [
+        ("ours", 2, {}),
+        ("stock vLLM", 2, {}),
+    ]
     assert [each["concurrency"] for each in levels] == [1, 2]
     assert [each["images"] for each in steps] == [1, 2, 4]
     assert set(steps[0]["seconds"]) == {"packed", "one by one", "plain loop"}

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.gpu.run_once import MODES
+from tests.support.capabilities import ISOLATED, needs
 
 
-def check(mode: str) -> None:
+def check(mode: str, *wrapper: str) -> None:
     """Run the script in one mode."""
-    command = [sys.executable, Path(__file__).with_name("run_once.py"), "--modes", mode]
+    command = [*wrapper, sys.executable, str(Path(__file__).with_name("run_once.py")), "--modes", mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -23,6 +24,8 @@ def check(mode: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_on_a_gpu_are_the_stored_ones(mode: str) -> None:
+    if MODES[mode].connector:
+        needs(f"library {MODES[mode].connector}")
     check(mode)
 
 
@@ -36,3 +39,11 @@ def test_answers_on_a_cpu_are_the_stored_ones(mode: str) -> None:
     is ahead of it. `tests/processes/v2_suite.py` has that runner without compilation.
     """
     check(mode)
+
+
+@pytest.mark.engine
+@pytest.mark.extended
+def test_answers_with_prompts_computed_apart_are_the_stored_ones() -> None:
+    """As on a GPU; `tests/processes/test_prefill_decode.py` has the other library, and failures."""
+    needs("library nixl", "isolation")
+    check("cpu-nixl", *ISOLATED)
