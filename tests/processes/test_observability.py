@@ -36,7 +36,8 @@ ASK: dict[str, Any] = {
     "temperature": 0,
 }
 BODY: dict[str, Any] = {"ignore_eos": True, "talker": {"max_tokens": FRAMES + 1, "min_tokens": FRAMES + 1}}
-MEASURED = {**BODY, "return_stage_metrics": True}
+MEASURED_TEXT = {"ignore_eos": True, "return_stage_metrics": True}
+MEASURED = {**BODY, **MEASURED_TEXT}
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -222,8 +223,9 @@ def test_metrics_of_one_request(reply: Any) -> None:
 @pytest.mark.parametrize("usage", [True, False])
 def test_metrics_of_a_stream(client: openai.OpenAI, modalities: list[str], usage: bool) -> None:
     fields = {**ASK, "modalities": modalities, "stream": True, "audio": {"voice": "ethan", "format": "pcm16"}}
+    body = MEASURED if "audio" in modalities else MEASURED_TEXT
     chunks = list(client.chat.completions.create(
-        **fields, stream_options={"include_usage": usage}, extra_body=MEASURED
+        **fields, stream_options={"include_usage": usage}, extra_body=body
     ))  # fmt: skip
     last = chunks[-1]
     assert last.choices == [] and (last.usage is not None) == usage
