@@ -95,12 +95,13 @@ def hear(client: openai.OpenAI, samples: np.ndarray) -> str:
 
 def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
     """Return the message of the answer; without sampling, so the result is the same on every machine."""
+    talker = {} if options.get("modalities") == ["text"] else {"talker": {"temperature": 0}}
     reply = client.chat.completions.create(
         model="qwen3-omni",
         messages=[{"role": "user", "content": content}],
         temperature=0,
         max_completion_tokens=16,
-        extra_body={"talker": {"temperature": 0}},
+        extra_body=talker,
         **options,
     )
     return reply.choices[0].message
