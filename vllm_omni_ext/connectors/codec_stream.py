@@ -98,6 +98,8 @@ class CodecStream:
         stream: name of the stream (see `plugins.flow.Submit`).
         pooling_task: vLLM's task of a pooling stage; None: the stage takes sampling parameters.
         payload: the plugin's message with each part.
+        look_ahead: number of frames that the codec needs after a frame for its samples. Until the last part, the
+            answers then end `look_ahead` frames before the frames so far; the first part has at least one frame more.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class CodecStream:
         stream: str = "",
         pooling_task: str | None = None,
         payload: msgspec.Struct | None = None,
+        look_ahead: int = 0,
     ) -> None:
         self.frames = FrameLog()
         self._part_of: dict[str, Any] = {
@@ -118,6 +121,8 @@ class CodecStream:
             "payload": payload,
         }
         self._sample_rate = sample_rate
+        self._look_ahead = look_ahead
+        self._look_ahead_s = look_ahead / schedule.rate if schedule.rate else 0.0
         self._playback = Playback(schedule.rate) if schedule.rate else None
         self._chunks = ChunkCounter(schedule)
         self._pending: deque[_Pending] = deque()
@@ -144,12 +149,15 @@ class CodecStream:
         if frames is not None:
             self.frames.add(frames)
         count = self.frames.count
-        elapsed = None if self._playing_since is None else at - self._playing_since
-        least = FIRST_BESIDE_OTHERS if load > 1 and self._playback is not None and not self._submitted else 1
+        elapsed = None if self._playing_since is None else at - self._playing_since + self._look_ahead_s
+        least = 1
+        if not self._submitted:
+            others = load > 1 and self._playback is not None
+            least = self._look_ahead + (FIRST_BESIDE_OTHERS if others else 1)
         if self._chunks.add(count - before, last=last, elapsed=elapsed, least=least) is None:
             return None
         start, self._submitted, self._closed = self._submitted, count, last
-        due = None if self._playback is None else self._playback.due(start, at)
+        due = None if self._playback is None else self._playback.due(max(0, start - self._look_ahead), at)
         return self._submit(start, due)
 
     def again(self) -> Submit:
@@ -187,9 +195,10 @@ class CodecStream:
         self._samples += count - known
         if count == known and not pending.last:
             return None
+        spoken = pending.stop if pending.last else pending.stop - self._look_ahead
         new = event.payload[known:] if known else event.payload
         if self._playing_since is None:
             self._playing_since = event.at
         if self._playback is not None:
-            self._playback.delivered((count - known) / self._sample_rate, pending.stop, event.at)
-        return Piece(new, pending.stop, pending.last)
+            self._playback.delivered((count - known) / self._sample_rate, spoken, event.at)
+        return Piece(new, spoken, pending.last)
