@@ -31,7 +31,7 @@ from vllm_omni_ext.observability.engine_stats import EngineNumbers, NoSeries, Re
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.orchestrator.admission import PRIORITY, Admission, Ticket
 from vllm_omni_ext.orchestrator.answers import chunks, merged, until
-from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope
+from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope, without_ends_of_text
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.orchestrator.placement import Settings
 from vllm_omni_ext.plugins.registry import family_of
@@ -308,7 +308,9 @@ class AsyncOmni(TargetedLLM):
             request = self.input_processor.process_inputs(
                 request_id, prompt, sampling_params, _TASKS, **self._for_renderer(stock)
             )
-            return self._in_time(self._answer(request, self._admit(request, ticket), self._prompt_text(prompt, stock)))
+            return self._in_time(
+                self._answer(request, self._admit(request, ticket, sampling_params), self._prompt_text(prompt, stock))
+            )
         return self._in_time(self._render_and_answer(prompt, sampling_params, request_id, ticket, stock))
 
     async def _render_and_answer(
@@ -321,7 +323,7 @@ class AsyncOmni(TargetedLLM):
                 request_id, prompt, params, _TASKS, **self._for_renderer(stock)
             )
             stock = self._prompt_text(prompt, stock)
-        async with contextlib.aclosing(self._answer(request, self._admit(request, ticket), stock)) as answer:
+        async with contextlib.aclosing(self._answer(request, self._admit(request, ticket, params), stock)) as answer:
             async for item in answer:
                 yield item
 
@@ -337,12 +339,13 @@ class AsyncOmni(TargetedLLM):
         rest = {name: value for name, value in stock.items() if name not in _TO_RENDER}
         return rest | {"prompt_text": extract_prompt_components(self.model_config, prompt)[0]}
 
-    def _admit(self, request: EngineCoreRequest, ticket: Ticket) -> Ticket:
+    def _admit(self, request: EngineCoreRequest, ticket: Ticket, given: SamplingParams) -> Ticket:
         rendered = Rendered(
             prompt=request.prompt_token_ids or (), features=request.mm_features or (), scope=cache_scope(request)
         )
         params = request.sampling_params
-        own = params if self.plan.frontend().params_type == SAMPLING_PARAMS else None
+        takes_sampling = params is not None and self.plan.frontend().params_type == SAMPLING_PARAMS
+        own = without_ends_of_text(params, given) if takes_sampling else None
         self.admission.admit(ticket, rendered, answers=1 if params is None else params.n, params=own)
         self.admission.refuse_unused(ticket)
         return ticket

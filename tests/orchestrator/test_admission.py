@@ -21,6 +21,7 @@ from vllm_omni_ext.orchestrator.answers import chunks, merged, until
 from vllm_omni_ext.orchestrator.messages import END
 from vllm_omni_ext.plugins.flow import Finished, ForwardFlow, Open
 from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions
+from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.wire.stage_input import TICKET
 
 BOTH = RequestOptions(modalities=("text", "audio"))
@@ -239,6 +240,24 @@ async def test_a_flow_that_opens_the_frontend_uses_the_clients_parameters() -> N
     assert got is not None and got.extra_args is not None
     assert (got.temperature, got.max_tokens, got.seed, got.logit_bias) == (0.25, 9, 3, {5: 1.0})
     assert got.extra_args["mine"] == 1 and params.extra_args == extra, "the client's own parameters stay as they are"
+
+
+async def test_ids_that_end_a_text_do_not_end_a_request_that_a_flow_opens() -> None:
+    """They may be codes of a sound. vLLM adds those of the tokenizer and the generation config to the parameters."""
+    desk, request, given = Desk(), text_request("r"), SamplingParams(stop_token_ids=[11])
+    desk.runtime.plan = lambda request, options: Planned(flow=OpensFrontend())  # type: ignore[method-assign]
+    request.sampling_params = given.clone()
+    request.sampling_params.update_from_generation_config({"eos_token_id": [7, 8]}, 9)
+    omni: Any = AsyncOmni.__new__(AsyncOmni)
+    omni.admission, omni._fleet_open = desk.admission, None
+    omni.plan = SimpleNamespace(frontend=lambda: SimpleNamespace(params_type=SAMPLING_PARAMS))
+    ticket = desk.admission.ticket(None, RequestOptions(modalities=("audio",)))
+    await desk.admission.start(omni._admit(request, ticket, given), "r", "external r")
+    (sent,) = desk.bench.of("text/0").added
+    got = sent.sampling_params
+    assert got is not None
+    assert (got.stop_token_ids, got.eos_token_id, got._all_stop_token_ids) == ([11], None, {11})
+    assert request.sampling_params.eos_token_id == 9, "a forwarded request is a text"
 
 
 @pytest.mark.parametrize(

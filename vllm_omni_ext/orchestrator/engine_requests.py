@@ -71,6 +71,19 @@ def can_resume(request: EngineCoreRequest) -> bool:
     )
 
 
+def without_ends_of_text(params: SamplingParams, given: SamplingParams) -> SamplingParams:
+    """Return a copy of `params`, those of a rendered request, with the stop tokens of `given`, which are the client's.
+
+    vLLM adds the ids that end a text, of the tokenizer and the generation config. In a request that a flow opens, the
+    same ids may be codes of a sound; `Open.stop` has the ids that end it.
+    """
+    own = params.clone()
+    own.stop_token_ids = list(given.stop_token_ids or ())
+    own._all_stop_token_ids = set(own.stop_token_ids)
+    own._eos_token_id = None
+    return own
+
+
 class EngineRequests:
     """Builds the engine request for each `Send` effect.
 

@@ -75,7 +75,7 @@ class Open:
             so on. Two prompts have the same key only if the inputs of all these positions are equal. A stage that
             accepts chunks uses them as keys of its prefix cache. Without them the prompt is computed and not cached.
             The inputs of these positions are in this message or are hidden states.
-        stop: token ids that end the request in that stage.
+        stop: token ids that end the request in that stage, with those of `params`; ids that end a text do not end it.
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
         export: ranges [start, stop) of positions whose hidden states the stage exports (`wire.stage_input.OPEN_END`).
