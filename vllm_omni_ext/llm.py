@@ -293,8 +293,14 @@ class OmniLLM(TargetedOfflineLLM):
         known = [name for name in inspect.signature(call).parameters if name != "more"]
         names = RequestFields(runtime.fields).names
         keywords = Keywords(call.__name__, more, self.plan, fields=names, render=render, known=known)
-        capabilities = self._omni.capabilities
-        options = from_keywords(runtime, capabilities, modalities=modalities, chunks=chunks, fields=keywords.fields)
+        options = from_keywords(
+            runtime,
+            self._omni.capabilities,
+            self.plan.chunks,
+            modalities=modalities,
+            chunks=chunks,
+            fields=keywords.fields,
+        )
         return keywords, options
 
     def _answer(

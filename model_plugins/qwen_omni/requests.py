@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
+from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.plugins.runtime import Capabilities, RequestOptions
@@ -81,16 +81,6 @@ class SpeakingRuntime:
         if voice is not None and self.speaker(voice) is None:
             allowed = ", ".join(self.voices)
             raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
-        for key, value in options.chunks.items():
-            self._check_chunks(f"chunks.{key}", key, value)
-
-    def _check_chunks(self, name: str, key: str, value: Any) -> None:
-        if key not in self._chunks:
-            raise RequestError(f"{name}: is unknown; use one of {', '.join(self._chunks)}", parameter=name)
-        try:
-            chunk_value(key, value)
-        except ValueError as error:
-            raise RequestError(f"{name}: {error}", parameter=name) from None
 
     def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
         """Return the chunk schedules of text and frames."""

@@ -102,10 +102,6 @@ def test_openai_s_voices_stand_for_speakers_of_the_checkpoint(requests: Qwen3Omn
         ({"modalities": ("text", "video")}, "modalities", ["modalities", "'video'", "text, audio"]),
         ({"modalities": BOTH, "voice": "bob"}, "voice", ["voice", "'bob'", "chelsie, ethan"]),
         ({"modalities": BOTH, "voice": ""}, "voice", ["voice", "chelsie, ethan"]),
-        ({"modalities": BOTH, "chunks": {"frame": [1]}}, "chunks.frame", ["chunks.frame", "text, frames, adaptive"]),
-        ({"modalities": BOTH, "chunks": {"frames": [0]}}, "chunks.frames", ["chunks.frames", "[0]", "sizes >= 1"]),
-        ({"modalities": BOTH, "chunks": {"text": "some"}}, "chunks.text", ["chunks.text", "'some'", "'all'"]),
-        ({"modalities": BOTH, "chunks": {"adaptive": 1}}, "chunks.adaptive", ["true or false"]),
     ],
     ids=str,
 )

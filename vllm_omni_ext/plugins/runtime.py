@@ -22,7 +22,8 @@ class RequestOptions:
             of vLLM and the stage config, for each request that has a prompt for the frontend: the core uses them if
             the flow opens the frontend without parameters of its own.
         named: stages whose parameters are in a field of the body with the stage's name.
-        chunks: sizes of successive chunks by edge, or "all", and "adaptive"; missing entries are as configured.
+        chunks: sizes of successive chunks by edge, or "all", and "adaptive"; known edges and valid sizes only. Missing
+            entries are as configured.
         fields: values of the request fields that the plugin declares (`ModelRuntime.fields`), by name; a field that
             the request does not set is missing.
         in_blocks: the sounds of the prompt are computed in blocks of `Capabilities.sound_block_ms`. Prompts with the

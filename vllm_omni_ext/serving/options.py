@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, Va
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
 
+from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, RequestOptions
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, param_names, resolve
@@ -75,11 +76,30 @@ def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ..
     return tuple(dict.fromkeys(requested))
 
 
-def read_chunks(requested: Any) -> Mapping[str, Any]:
-    """Return a request's chunk sizes; the model checks their values. Raises RequestError: not a mapping."""
-    if requested is not None and not isinstance(requested, Mapping):
+def read_chunks(requested: Any, configured: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request's chunk sizes by edge; None: {}.
+
+    Args:
+        configured: `Plan.chunks`, which has each edge with chunks.
+
+    Raises:
+        RequestError: not a mapping, an unknown edge, or a wrong value; names the entry.
+    """
+    if requested is None:
+        return {}
+    if not isinstance(requested, Mapping):
         raise RequestError('chunks: must be an object such as {"frames": [4, 25]}', parameter=CHUNKS)
-    return requested or {}
+    if requested and not configured.keys() - {ADAPTIVE}:
+        raise RequestError("chunks: this model hands nothing over in chunks", parameter=CHUNKS)
+    for key, value in requested.items():
+        name = f"{CHUNKS}.{key!s:.100}"
+        if key not in configured:
+            raise RequestError(f"{name}: is unknown; use one of {', '.join(configured)}", parameter=name)
+        try:
+            chunk_value(key, value)
+        except ValueError as err:
+            raise RequestError(f"{name}: {err}", parameter=name) from None
+    return requested
 
 
 class RequestFields:
@@ -144,15 +164,20 @@ def check(runtime: ModelRuntime, options: RequestOptions, paths: Mapping[str, st
 def from_keywords(
     runtime: ModelRuntime,
     capabilities: Capabilities,
+    configured: Mapping[str, Any],
     *,
     modalities: Sequence[str] | None,
     chunks: Mapping[str, Any] | None,
     fields: Mapping[str, Any],
 ) -> RequestOptions:
-    """Return the checked options of a Python API request. Raises RequestError: an option is unknown or invalid."""
+    """Return the checked options of a Python API request; `configured` is `Plan.chunks`.
+
+    Raises:
+        RequestError: an option is unknown or invalid.
+    """
     values, paths = RequestFields(runtime.fields).read(fields)
     options = RequestOptions(
-        modalities=read_modalities(modalities, capabilities), chunks=read_chunks(chunks), fields=values
+        modalities=read_modalities(modalities, capabilities), chunks=read_chunks(chunks, configured), fields=values
     )
     check(runtime, options, paths)
     return options

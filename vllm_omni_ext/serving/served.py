@@ -77,7 +77,7 @@ class ServedModel:
         options = RequestOptions(
             modalities=modalities or read_modalities(body.get(MODALITIES), self.capabilities),
             params=read_params(self.omni.plan, body, seed=seed, chat=modalities is None),
-            chunks=read_chunks(body.get(CHUNKS)),
+            chunks=read_chunks(body.get(CHUNKS), self.omni.plan.chunks),
             fields=values,
             named=frozenset(
                 stage.model_stage for stage in self.omni.plan.model_stages() if body.get(stage.model_stage)

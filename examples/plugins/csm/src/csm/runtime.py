@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from csm.payloads import BACKBONE, CODEC, FRAME, Encode, Prompt
-from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
+from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.connectors.codec_stream import CodecError, CodecStream
 from vllm_omni_ext.errors import RequestError
@@ -122,13 +122,7 @@ class Runtime:
         return Capabilities(modalities=("audio",), default_modalities=("audio",), routes=routes, card=card)
 
     def validate(self, options: RequestOptions) -> None:
-        for key, value in options.chunks.items():
-            try:
-                if key not in self._chunks:
-                    raise ValueError(f"is unknown; use one of {', '.join(self._chunks)}")
-                chunk_value(key, value)
-            except ValueError as error:
-                raise RequestError(f"chunks.{key}: {error}", parameter=f"chunks.{key}") from None
+        pass
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         utterance = request.data or Utterance(text=list(request.prompt))
