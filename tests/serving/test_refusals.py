@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 JSON = {"content-type": "application/json"}
 
 LIST = "sampling_params_list"
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "modality": ({"modalities": ["text", "smell"]}, "modalities", "text, audio"),
     "no modality": ({"modalities": []}, "modalities", "at least one"),
@@ -55,6 +57,18 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "transcript",
     ),
 }
+
+
+@pytest.mark.parametrize("field", [{"n": 2}, {"use_beam_search": True}, {"tools": TOOLS}], ids=str)
+async def test_a_model_without_text_recommends_none(
+    client: openai.AsyncOpenAI, app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch, field: dict[str, Any]
+) -> None:
+    speaks = replace(engine.capabilities, modalities=("audio",), default_modalities=("audio",))
+    monkeypatch.setattr(app.state.openai_serving_chat._model, "capabilities", speaks)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await ask(client, modalities=["audio"], extra_body=field)
+    assert caught.value.param in field and "modalities" not in caught.value.body["message"]
+    assert engine.calls == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -224,6 +224,9 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     fields = {name: getattr(request, name) for name in request.model_fields_set.intersection(model.fields.names)}
     found = model.read({**fields, **extra}, stream=bool(request.stream), seed=request.seed)
     options = await model.surface.chat_options(found.options, request, model)
+    has_text = TEXT in model.capabilities.modalities
+    if request.tools and request.tool_choice != "none" and not has_text:
+        raise RequestError("tools: this model has no text for a tool call", parameter="tools")
     if request.tools and request.tool_choice not in (None, "none", "auto"):  # the answer is a tool call: no sound
         left = tuple(name for name in options.modalities if name != AUDIO) or (TEXT,)
         options = replace(options, modalities=left, named=frozenset())  # the client has not chosen to have no sound
@@ -231,7 +234,7 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     apply_to_frontend(model.omni.plan, request)
     others = {name: model.modalities[name] for name in options.modalities if name != TEXT}
     if others:
-        _refuse_several(request, " and ".join(others))
+        _refuse_several(request, " and ".join(others), has_text=has_text)
     return ChatAnswer(
         options=options,
         modalities=others,
@@ -242,8 +245,8 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
     )
 
 
-def _refuse_several(request: ChatCompletionRequest, names: str) -> None:
-    advice = 'send one request for each answer, or ask for modalities ["text"]'
+def _refuse_several(request: ChatCompletionRequest, names: str, *, has_text: bool) -> None:
+    advice = "send one request for each answer" + (', or ask for modalities ["text"]' if has_text else "")
     if request.use_beam_search:
         raise RequestError(f"use_beam_search: is not available with {names}; {advice}", parameter="use_beam_search")
     if request.n not in (None, 1):
