@@ -47,6 +47,14 @@ def test_the_page_shows_the_files_of_the_example() -> None:
         assert "".join(text.split()) in "".join(source.split()), f"{name} has not: {text[:80]}"
 
 
+def test_the_names_of_the_page_are_in_their_modules() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| ((?:`\w+`(?:, )?)+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) >= 15
+    for module, names in rows:
+        there = vars(importlib.import_module(f"vllm_omni_ext.{module}"))
+        assert [name for name in re.findall(r"\w+", names) if name not in there] == [], module
+
+
 def test_the_example_is_short() -> None:
     files = [
         each for each in SOURCE.rglob("*") if each.suffix in (".py", ".toml", ".jinja") and "build" not in each.parts
