@@ -13,7 +13,7 @@ from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
 from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.topology.machine import Machine
 from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.topology.planner import make_plan
+from vllm_omni_ext.topology.planner import STAGE_WORKER, make_plan
 
 MIB = 1 << 20
 
@@ -43,6 +43,7 @@ def test_the_defaults_of_a_cpu_machine(pipeline: PipelineSpec, cpu: Machine) -> 
     }
     assert plan.stage("code2wav").engine_args == {
         **common,
+        "worker_cls": STAGE_WORKER,
         "runner": "pooling",
         "kv_cache_memory_bytes": 16 * MIB,
         "additional_config": {"stream_idle_timeout_s": 120.0},

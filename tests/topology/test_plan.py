@@ -19,7 +19,7 @@ from vllm_omni_ext.topology.engine_args import COMPILATION, SHARED_FIELDS, with_
 from vllm_omni_ext.topology.explain import as_json, explain
 from vllm_omni_ext.topology.machine import Machine, parse_machine
 from vllm_omni_ext.topology.plan import Plan
-from vllm_omni_ext.topology.planner import make_plan
+from vllm_omni_ext.topology.planner import STAGE_WORKER, make_plan
 
 
 def plan_for(
@@ -80,6 +80,7 @@ def test_stock_flags_are_for_the_frontend(pipeline: PipelineSpec, four_gpus: Mac
         "dtype": "half",
     }
     assert plan.stage("talker").engine_args == {
+        "worker_cls": STAGE_WORKER,
         "max_num_seqs": 7,
         "seed": 3,
         "dtype": "half",

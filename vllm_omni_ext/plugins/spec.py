@@ -47,7 +47,8 @@ class StageSpec:
         accepts: input that the flow may send to the stage. "requests": whole requests (`Forward`, or `Open` with
             `last=True`). "chunks": a request that is opened and gets more input later (`Open`, then `Extend`).
             "parts": separate engine requests of one stream, between which the stage keeps state (`Submit`).
-        engine: vLLM `EngineArgs` fields that the user cannot override (worker_cls, hf_overrides, ...).
+        engine: vLLM `EngineArgs` fields that the user cannot override (worker_cls, hf_overrides, ...). Without
+            `worker_cls`, the worker is `engine.worker.StageWorker`, vLLM's with some additions.
             Values are plain data; a string of the form "pkg.mod:attr" under `hf_overrides` names a function.
         engine_defaults: `EngineArgs` fields that the user may override in this stage's settings; in the frontend also
             with a stock flag.

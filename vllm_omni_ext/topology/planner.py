@@ -29,6 +29,10 @@ from vllm_omni_ext.topology.placement import Devices, place
 from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
 from vllm_omni_ext.topology.remedies import MEDIA_FLAG, advice
 
+STAGE_WORKER = "vllm_omni_ext.engine.worker.StageWorker"
+"""Worker of a stage that declares none: vLLM's, which continues a seeded request of a lost replica with the same random
+numbers."""
+
 CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
 """`api_servers: auto` makes one API server for every 2 cores, because engines need cores too, and at most 8."""
 
@@ -138,7 +142,8 @@ class _Planner:
                 defaults["distributed_executor_backend"] = "uni"
         if self.config.batch_dir is not None:
             defaults["scheduling_policy"] = BY_PRIORITY
-        args = with_custom_ops({**defaults, **spec.engine_defaults, **user, **spec.engine}, spec.custom_ops)
+        defaults = {"worker_cls": STAGE_WORKER, **defaults, **spec.engine_defaults}
+        args = with_custom_ops({**defaults, **user, **spec.engine}, spec.custom_ops)
         if self.config.batch_dir is not None:
             check_policy(spec, args)
         more = connector_config(self.pipeline, spec, self.connectors)
