@@ -99,6 +99,7 @@ CONFIGS: Mapping[str, Released] = {
     "qwen3_omni_replicas": QWEN,
     "bagel": BAGEL,
     "bagel_replicas": BAGEL,
+    "bagel_pd": BAGEL,
     "bagel_single": BAGEL_SINGLE,
 }
 """Stage configs of the models."""

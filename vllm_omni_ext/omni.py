@@ -109,7 +109,8 @@ class AsyncOmni(TargetedLLM):
         self.runtime = self._runtime(config)
         self._observe(config, replicas)
         settings = self.plan.config
-        own_types = {each.name: partial(_make_params, each.params_type) for each in self.plan.stages}
+        stages = self.plan.model_stages()
+        own_types = {each.model_stage: partial(_make_params, each.params_type) for each in stages}
         self.orchestrator = Orchestrator(
             Settings(
                 frontend=frontend.name,
@@ -125,7 +126,7 @@ class AsyncOmni(TargetedLLM):
             runtime=self.runtime,
             pools={stage.name: self._pool(stage, replicas) for stage in self.plan.stages},
             replicas=replicas,
-            requests=EngineRequests({each.name: each.params for each in self.plan.stages}, own_types),
+            requests=EngineRequests({each.model_stage: each.params for each in stages}, own_types),
             observer=self.observer,
             failed=self._tell_caller,
         )

@@ -30,6 +30,7 @@ _TEXT = {"override_generation_config": _GREEDY}
 
 AR = StageSpec(
     name="ar",
+    splittable=True,
     engine={
         "hf_overrides": f"{_HERE}.stages.hf_configs:ar",
         # All tokens of a picture attend to each other, so they are in one step.

@@ -86,6 +86,7 @@ class Engine:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=False, max_num_seqs=ROOM, policy=policy),
             model_config=SimpleNamespace(max_model_len=LONGEST),
+            kv_transfer_config=None,
         )
         self.scheduler = scheduler(vllm_config=config, log_stats=log_stats)
         self.model = model or Painter()
@@ -239,6 +240,17 @@ def test_async_scheduling_is_refused() -> None:
     asynchronous = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True, max_num_seqs=ROOM))
     with pytest.raises(ConfigError, match=r"^async_scheduling: "):
         PlainScheduler(vllm_config=asynchronous)
+
+
+def test_a_stage_without_a_kv_cache_cannot_be_split() -> None:
+    limits = SimpleNamespace(async_scheduling=False, max_num_seqs=ROOM, policy="fcfs")
+    config = SimpleNamespace(
+        scheduler_config=limits,
+        model_config=SimpleNamespace(max_model_len=LONGEST),
+        kv_transfer_config=SimpleNamespace(kv_role="kv_producer"),
+    )
+    with pytest.raises(ConfigError, match=r"^kv_transfer_config: .*; remove prefill_decode$"):
+        PlainScheduler(vllm_config=config)
 
 
 class Writer(Painter):

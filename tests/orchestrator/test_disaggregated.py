@@ -29,7 +29,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope, can_be_split, prompt_request
 from vllm_omni_ext.orchestrator.messages import SendKVRelease, SendPrompt
 from vllm_omni_ext.orchestrator.router import Pair
-from vllm_omni_ext.wire.stage_input import EXPORT
+from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
 
 STEPS = TOKENS + 6
 """Rounds of all engines that a request takes at least: two for its prompt."""
@@ -321,6 +321,39 @@ async def test_no_answer_changes_in_any_course_of_events(seed: int) -> None:
     await any_course_of_events(seed, PREFILL, *STAGES)
 
 
+@pytest.mark.parametrize("seed", seeds(100))
+async def test_no_answer_of_a_flow_that_opens_the_frontend_changes_in_any_course_of_events(seed: int) -> None:
+    await any_course_of_events(seed, PREFILL, *STAGES, plans=0.7)
+
+
+async def test_a_prompt_of_a_flow_is_computed_once_and_fetched_once() -> None:
+    world = World(prefill=1)
+    await world.plan(*"ab")
+    await world.run()
+    world.check(*"ab")
+    assert total(world, PREFILL, "prefilled") == total(world, "text", "fetched") == 2
+    assert total(world, "text", "recomputed") == 0
+    await world.end()
+
+
+@pytest.mark.parametrize("at", range(STEPS))
+async def test_an_abort_of_a_prompt_of_a_flow_leaves_nothing(at: int) -> None:
+    for unread, ticks in itertools.product(range(3), (0, 1, 3)):
+        world = World(prefill=1)
+        await world.plan(*"ab")
+        await world.rounds(at)
+        prefill = world.engines[P0]
+        for _ in range(unread):
+            prefill.step()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        await world.orchestrator.abort(["a"])
+        await world.run()
+        world.check("b")
+        assert prefill.kept == {}
+        await world.end()
+
+
 # -- the two requests -------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +373,8 @@ def asked(**params: Any) -> Any:
         ({"prompt_logprobs": 1, "extra_args": {EXPORT: [[0, 1]]}}, False),
         ({"skip_reading_prefix_cache": True}, False),
         ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, 1]]}}, True),
+        ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, 3]]}}, True),
+        ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, OPEN_END]]}}, False),
     ],
 )
 def test_parameters_and_length_decide_if_a_prompt_can_be_split(params: dict[str, Any], split: bool) -> None:
@@ -373,7 +408,7 @@ def test_the_prefill_request_has_no_parameters_of_the_answer() -> None:
     assert (params.max_tokens, params.min_tokens, params.ignore_eos, params.detokenize) == (1, 0, True, False)
     assert (params.stop, params.stop_token_ids, params.logprobs, params.structured_outputs) == ([], [], None, None)
     assert params._all_stop_token_ids == set() and params.skip_reading_prefix_cache
-    assert set(params.extra_args) == {KEY, EXPORT}
+    assert {**params.extra_args, KEY: None} == {**export, KEY: None}
     assert params.extra_args[KEY]["transfer_id"] != second.sampling_params.extra_args[KEY]["transfer_id"]
     assert request.sampling_params.extra_args == export and request.request_id == "a"
 

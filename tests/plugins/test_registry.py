@@ -95,6 +95,21 @@ def test_a_plugin_that_cannot_be_loaded_is_named_when_a_model_is_unknown(
             'name="canvas", accepts="chunk"',
             "pipeline 'painter': stage 'canvas': accepts: 'chunk' is not one of requests, chunks, parts",
         ),
+        (
+            "stages=(CANVAS,)",
+            "stages=(CANVAS, StageSpec(name='frame', splittable=True))",
+            "pipeline 'painter': stage 'frame': splittable: only the frontend, 'canvas', can be split",
+        ),
+        (
+            'name="canvas"',
+            'name="canvas", accepts="parts", splittable=True',
+            "pipeline 'painter': stage 'canvas': splittable: a stage that accepts parts cannot be split, only one that",
+        ),
+        (
+            'name="canvas"',
+            'name="canvas", params="canvas:Params", splittable=True',
+            "pipeline 'painter': stage 'canvas': splittable: a stage with params canvas:Params cannot be split, only",
+        ),
         *(
             (
                 "stages=(CANVAS,)",
@@ -103,6 +118,7 @@ def test_a_plugin_that_cannot_be_loaded_is_named_when_a_model_is_unknown(
             )
             for edge, why in (
                 ("'frame', 'token'", "canvas to frame': kind: 'token' is not one of tokens, tensors, kv"),
+                ("'frame', 'kv'", "canvas to frame': kind: 'kv' is made for a split frontend only; set splittable of"),
                 ("'canvas', 'tokens'", "canvas to canvas': leads from 'canvas' to itself"),
                 ("'frame', 'tokens', chunks=(1,)", "canvas to frame': chunks: need a name, by which users change"),
                 ("'frame', 'tokens', 'f', chunks=(4, -1)", "f': chunks: sizes are positive, or 0 for all; got -1"),

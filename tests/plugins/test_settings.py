@@ -103,7 +103,13 @@ def test_parameters_are_made_of_a_struct_or_of_vllms_type(install: Install) -> N
         ("stages: {reader: {params: {temperature: -1}}}", "stages.reader.params: temperature must be non-negative"),
         (
             "stages: {painter: {prefill_decode: {}}}",
-            "stages.painter.prefill_decode: 'painter' cannot have its prompts computed elsewhere; only 'reader' can",
+            "stages.painter.prefill_decode: 'painter' keeps the state of its streams outside of the KV cache, so its "
+            "prompts cannot be computed elsewhere; only 'reader' can be split; remove it",
+        ),
+        (
+            "pipeline: alone\nstages: {painter: {prefill_decode: {}}}",
+            "stages.painter.prefill_decode: 'painter' keeps the state of its streams outside of the KV cache, so its "
+            "prompts cannot be computed elsewhere; no stage of the pipeline 'alone' can be split; remove it",
         ),
     ],
 )

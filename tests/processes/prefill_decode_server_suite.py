@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from examples.server import HOST, Server
 from tests.processes.test_headless import check_parity
@@ -35,6 +34,7 @@ from tests.support.cluster import (
     kill,
     listening_ports,
     load,
+    metric,
     replicas,
     status,
     until,
@@ -44,7 +44,6 @@ from tests.support.cluster import (
 from tests.support.media import image, openai_messages
 from tests.support.namespace import two_hosts
 from tests.support.oracle import Golden, Oracle
-from vllm_omni_ext.metrics import PREFIX
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
 TIMES = ["--omni-heartbeat-timeout", "20", "--omni-drain-timeout", "60"]
@@ -93,13 +92,6 @@ def test_every_port_for_other_hosts_is_one_of_the_range(cluster: Any) -> None:
     assert len(found) > PORTS + 2 * 4 and found <= set(range(first, first + PORTS + RANGE))
 
 
-def value(server: Server, name: str, **labels: str) -> float:
-    """The sum of a metric's series that have these labels."""
-    families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
-    samples = [sample for family in families for sample in family.samples if sample.name == PREFIX + name]
-    return sum(s.value for s in samples if labels.items() <= s.labels.items())
-
-
 def busy(server: Server) -> str:
     """The requests that a server still holds."""
     known = [f"{name} {each['running']}+{each['waiting']}" for name, each in replicas(server).items()]
@@ -115,10 +107,10 @@ def test_all_prefill_replicas_and_api_servers_give_the_same_answers(cluster: Any
     assert len({answer.server for answer in answers}) == 2
     assert until(lambda: idle(server))
     for replica in (f"{PREFILL}/0", f"{PREFILL}/1"):
-        assert value(server, "kv_transfer_bytes_total", replica=replica) > 0
-    assert value(server, "kv_wait_seconds_count", source=PREFILL, target=DECODE) >= len(answers)
+        assert metric(server, "kv_transfer_bytes_total", replica=replica) > 0
+    assert metric(server, "kv_wait_seconds_count", source=PREFILL, target=DECODE) >= len(answers)
     failures = "kv_transfer_failures_total", "kv_local_prefills_total"
-    assert [value(server, name) for name in failures] == [0, 0]
+    assert [metric(server, name) for name in failures] == [0, 0]
     (edge,) = status(server)["kv_edges"]
     assert (edge["source"], edge["target"], edge["connector"]) == (PREFILL, DECODE, "mooncake")
     assert {pair["target"] for pair in edge["pairs"]} == {f"{DECODE}/0"}
@@ -129,13 +121,13 @@ def test_all_prefill_replicas_and_api_servers_give_the_same_answers(cluster: Any
 def test_answers_to_media_equal_transformers(cluster: Any, oracle: Oracle, expected: dict[str, Golden]) -> None:
     """One by one and all at once; decode computes no prompt again."""
     server, *_ = cluster
-    before = value(server, "kv_local_prefills_total")
+    before = metric(server, "kv_local_prefills_total")
     check_parity(server, oracle, expected, MEDIA)
     with ThreadPoolExecutor(AT_ONCE) as threads:
         asked = [threads.submit(check_parity, server, oracle, expected, [name]) for name in MEDIA]
         answers = [answer for each in asked for answer in each.result()]
     assert used(answers)[f"{DECODE}/0"] == len(MEDIA)
-    assert value(server, "kv_local_prefills_total") == before
+    assert metric(server, "kv_local_prefills_total") == before
     assert until(lambda: idle(server))
 
 
@@ -250,8 +242,8 @@ def test_prefill_on_another_host_sends_its_blocks_over_the_network(tiny: Path, t
         assert here.call(lambda: until(lambda: all_up(head, 4), UP_S)), crew.tail()
         assert here.call(lambda: replicas(head))[f"{PREFILL}/0"]["host"] == there.address
         assert here.call(lambda: ask_all(head, BODIES[:4], 4)) == alone
-        assert here.call(lambda: value(head, "kv_local_prefills_total")) == len(alone)
-        assert here.call(lambda: until(lambda: value(head, "kv_transfer_bytes_total", replica=f"{PREFILL}/0") > 0))
-        assert here.call(lambda: value(head, "kv_transfer_failures_total")) == 0
+        assert here.call(lambda: metric(head, "kv_local_prefills_total")) == len(alone)
+        assert here.call(lambda: until(lambda: metric(head, "kv_transfer_bytes_total", replica=f"{PREFILL}/0") > 0))
+        assert here.call(lambda: metric(head, "kv_transfer_failures_total")) == 0
         assert not crew.stop(signal.SIGTERM)
         assert here.call(lambda: ask_all(head, BODIES[:4], 4)) == alone

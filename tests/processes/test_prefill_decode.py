@@ -12,6 +12,7 @@ from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 
 SUITES = {
     "prefill_decode_suite.py": "mooncake",
+    "prefill_decode_bagel_suite.py": "mooncake",
     "prefill_decode_server_suite.py": "mooncake",
     "prefill_decode_nixl_suite.py": "nixl",
     "prefill_decode_ranks_suite.py": "mooncake",

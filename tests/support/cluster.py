@@ -185,6 +185,13 @@ def in_flight(server: Server) -> Counter[str]:
     return found
 
 
+def metric(server: Server, name: str, **labels: str) -> float:
+    """The sum of the series of one of this package's metrics that have these labels."""
+    families = text_string_to_metric_families(get(server, "/metrics")[1].decode())
+    samples = [sample for family in families for sample in family.samples if sample.name == PREFIX + name]
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+
 def busy(server: Server, stage: str) -> str:
     """The busiest replica of a stage, or the one of that name, that has a request; "" if there is none."""
     most = in_flight(server).most_common()

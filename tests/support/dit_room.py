@@ -39,6 +39,7 @@ def config_of(checkpoint: Path, *, seats: int = 8, rows: int = 32768) -> Any:
         scheduler_config=SimpleNamespace(
             max_num_seqs=seats, max_num_batched_tokens=rows, async_scheduling=False, policy="fcfs"
         ),
+        kv_transfer_config=None,
     )
 
 

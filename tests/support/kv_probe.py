@@ -7,6 +7,8 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from vllm_omni_ext.engine.scheduler import export_scheduler
+from vllm_omni_ext.engine.worker import StageWorker
+from vllm_omni_ext.model_plugins.bagel.stages.scheduler import picture_scheduler
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import ThinkerWorker
 
 _schedulers: list[Any] = []
@@ -18,7 +20,13 @@ def probe_scheduler(**kwargs: Any) -> Any:
     return _schedulers[0]
 
 
-class ProbeWorker(ThinkerWorker):
+def picture_probe_scheduler(**kwargs: Any) -> Any:
+    """The same for BAGEL's `ar`."""
+    _schedulers[:] = [picture_scheduler(**kwargs)]
+    return _schedulers[0]
+
+
+class StageProbe(StageWorker):
     """Counts the steps in which an encoder ran, and tokens."""
 
     encoded = tokens = 0
@@ -46,3 +54,7 @@ class ProbeWorker(ThinkerWorker):
         """Change how long this replica's Mooncake connector waits."""
         connector = get_kv_transfer_group().connector_worker
         connector._timeout_s, connector._kv_retention_s = transfer_timeout_s, kv_retention_s
+
+
+class ProbeWorker(StageProbe, ThinkerWorker):
+    """The same for the thinker."""

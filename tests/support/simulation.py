@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
@@ -157,6 +158,31 @@ class Speech:
                 done=done,
             )
         ]
+
+
+class Plan:
+    """The flow of a request that is opened in "text" by the flow itself: text -> sound (one part) -> the client."""
+
+    stages = frozenset({"text", "sound"})
+    outputs = frozenset({"audio"})
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt, self.tokens = prompt, list[int]()
+
+    def begin(self) -> list[Action]:
+        return self.replay("text")
+
+    def handle(self, event: Produced) -> list[Action]:
+        if event.stage == "sound":
+            return [Emit(AudioChunk(samples=event.payload[1].numpy(), sample_rate=1)), Finished()]
+        assert event.stage == "text" and event.finish in (None, "stop")
+        self.tokens += event.tokens
+        return [] if event.finish is None else self.replay("sound")
+
+    def replay(self, stage: str) -> list[Action]:
+        if stage == "sound":
+            return [part(list(self.tokens), 0, last=True)]
+        return [Open(stage="text", prompt=[*self.prompt, *self.tokens], done=len(self.tokens))]
 
 
 @dataclass
@@ -394,6 +420,7 @@ class World:
         self.texts: dict[str, list[int]] = {}
         self.sinks: dict[str, asyncio.Queue[Any]] = {}
         self.flows: dict[str, Speech] = {}
+        self.plans: set[str] = set()
         self._stale: dict[ReplicaId, tuple[str, ...]] = {}
         self._tasks = [asyncio.create_task(self._read(engine)) for engine in self.all]
 
@@ -409,6 +436,14 @@ class World:
                 await self.orchestrator.open(opened(request, self.flows[name], self.sinks[name], OPTIONS))
             else:
                 await self.orchestrator.open(opened(request))
+
+    async def plan(self, *names: str) -> None:
+        """Start requests that their flow opens in "text" itself."""
+        for name in names:
+            self.texts[name], self.sinks[name] = [], asyncio.Queue()
+            self.plans.add(name)
+            event = opened(text_request(name), Plan(self.prompt(name)), self.sinks[name], OPTIONS)
+            await self.orchestrator.open(msgspec.structs.replace(event, client=None))
 
     @staticmethod
     def prompt(name: str) -> list[int]:
@@ -533,6 +568,10 @@ class World:
         for name in names:
             assert name not in self.failures
             whole = text_of(self.prompt(name))
+            if name in self.plans:
+                codes = [float(following(whole[: i + 1])) for i in range(TOKENS)]
+                assert self.samples(name) == codes and self.texts[name] == []
+                continue
             assert self.texts[name] == whole
             if name in self.sinks:
                 assert self.samples(name) == spoken(whole)
@@ -556,6 +595,7 @@ async def down_from_any_step_to_any_other(stage: str, how: str, steps: int, **co
             world = World(**counts)
             await world.start("a", "b")
             await world.start("c", sound=False)
+            await world.plan("d")
             await world.rounds(at)
             if how == "kill":
                 world.kill(gone)
@@ -564,19 +604,25 @@ async def down_from_any_step_to_any_other(stage: str, how: str, steps: int, **co
             await world.settle()
             await world.rounds(until - at)
             await (world.up if how == "kill" else world.thaw)(gone)
-            await world.end(*"abc")
+            await world.end(*"abcd")
 
 
-async def any_course_of_events(seed: int, *stages: str) -> None:
+async def any_course_of_events(seed: int, *stages: str, plans: float = 0.0) -> None:
     """Replicas die, freeze and come back, and clients leave, at random; once all replicas are up, every answer is the
-    undisturbed one. A request whose replica was lost while it was the only suspect there has failed alone."""
-    rng = random.Random(seed)
+    undisturbed one. A request whose replica was lost while it was the only suspect there has failed alone.
+
+    Args:
+        plans: share of the requests that their flow opens in "text" itself.
+    """
+    rng, kinds = random.Random(seed), random.Random(-seed)
     world = World(**{stage: rng.randint(1, 3) for stage in stages})
     everybody = list(world.engines)
     names = [chr(ord("a") + i) for i in range(rng.randint(1, 6))]
     late, left = list(names), set[str]()
     for _ in range(rng.randint(10, 80)):
         match rng.randrange(9):
+            case 0 if late and kinds.random() < plans:
+                await world.plan(late.pop())
             case 0 if late:
                 await world.start(late.pop(), sound=rng.random() < 0.8)
             case 1:

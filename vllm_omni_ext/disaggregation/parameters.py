@@ -18,6 +18,10 @@ from vllm_omni_ext.ids import DECODE, PREFILL
 KEY = "kv_transfer_params"
 """Key in `SamplingParams.extra_args` and in answers. Clients must not set it: a bad value crashes a stock engine."""
 
+SHORTEST_PROMPT = 2
+"""Shortest prompt, in tokens, that is sent to a prefill stage. The decode stage always computes the last prompt token,
+so a shorter prompt has no KV cache to transfer."""
+
 LOOPBACK = "127.0.0.1"
 
 HOST = "bootstrap_host"

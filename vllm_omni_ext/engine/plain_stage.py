@@ -218,12 +218,15 @@ class PlainScheduler(SchedulerInterface):
         limits: name of a resource -> the greatest sum of the running requests' costs.
 
     Raises:
-        ConfigError: the engine has async scheduling, which would begin a step before the previous one has ended.
+        ConfigError: the engine has async scheduling, which would begin a step before the previous one has ended; or it
+            shall transfer KV caches, and this scheduler has none.
     """
 
     def __init__(self, vllm_config: Any, log_stats: bool = False, **_: Any) -> None:
         if vllm_config.scheduler_config.async_scheduling:
             raise ConfigError("async_scheduling: a stage with PlainScheduler needs false")
+        if vllm_config.kv_transfer_config is not None:
+            raise ConfigError("kv_transfer_config: a stage with PlainScheduler has no KV cache; remove prefill_decode")
         self.connector = self.ec_connector = None  # the engine reads both attributes
         self.limits: Mapping[str, float] = {}
         self._most: int = vllm_config.scheduler_config.max_num_seqs

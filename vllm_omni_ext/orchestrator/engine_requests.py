@@ -13,20 +13,33 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_omni_ext.disaggregation.parameters import KEY, new_transfer_id, prefill_sampling, prefill_transfer
+from vllm_omni_ext.disaggregation.parameters import (
+    KEY,
+    SHORTEST_PROMPT,
+    new_transfer_id,
+    prefill_sampling,
+    prefill_transfer,
+)
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.plugins.flow import Extend, Open, Submit
 from vllm_omni_ext.wire.priorities import of_part
-from vllm_omni_ext.wire.stage_input import CHUNK, END, EXPORT, FILLER, INPUT, PART, RESUMED, PartHeader, StageInput
+from vllm_omni_ext.wire.stage_input import (
+    CHUNK,
+    END,
+    EXPORT,
+    FILLER,
+    INPUT,
+    PART,
+    RESUMED,
+    PartHeader,
+    StageInput,
+    export_ranges,
+)
 
 _CHUNK_PARAMS = SamplingParams()
 """Template that is copied for each chunk: creating parameters takes longer than all other work, as vLLM validates."""
 for _name in ("stop", "stop_token_ids", "bad_words", "skip_reading_prefix_cache"):
     setattr(_CHUNK_PARAMS, _name, None)  # not sent: a third of a chunk's message; set when the engine decodes it
-
-SHORTEST_PROMPT = 2
-"""Shortest prompt, in tokens, that is sent to a prefill stage. The decode stage always computes the last prompt token,
-so a shorter prompt has no KV cache to transfer."""
 
 
 def client_request(request: EngineCoreRequest) -> m.ClientRequest:
@@ -52,10 +65,13 @@ def can_be_split(request: EngineCoreRequest) -> bool:
 
     Only the engine that computes the prompt can return prompt logprobs. A request that must not read the prefix cache
     cannot use a transferred KV cache. A request that skips the prefix cache only to export hidden states can be split:
-    the prefill engine exports them.
+    the prefill engine exports them. A request that also exports hidden states of its answer cannot be split: all of
+    them come from one engine.
     """
     params, prompt = request.sampling_params, request.prompt_token_ids
     if params is None or prompt is None or len(prompt) < SHORTEST_PROMPT or request.prompt_embeds is not None:
+        return False
+    if any(stop > len(prompt) for _, stop in export_ranges(params.extra_args)):
         return False
     return params.prompt_logprobs is None and (not params.skip_reading_prefix_cache or EXPORT in _extra(params))
 
@@ -88,7 +104,7 @@ class EngineRequests:
     """Builds the engine request for each `Send` effect.
 
     Args:
-        defaults: default parameter fields, by stage.
+        defaults: default parameter fields, by stage (named as in flows).
         types: constructors of stage parameters, by stage; `SamplingParams` for a missing stage.
     """
 
@@ -140,13 +156,14 @@ class EngineRequests:
         params.min_tokens = max(0, params.min_tokens - action.done)
         params.stop_token_ids = [*(params.stop_token_ids or ()), *action.stop]
         params._all_stop_token_ids = {*params._all_stop_token_ids, *action.stop}
-        return _request(
+        request = _request(
             send.engine_id,
             list(action.prompt),
             sampling=params,
             features=action.features,
             priority=send.priority,
         )
+        return _for_side(request, send)
 
     def _part(self, send: m.SendPart) -> EngineCoreRequest:
         action = send.action
@@ -189,13 +206,18 @@ def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
     request = _resumed(send.request, send.tokens)
     if send.recompute:
         request = _recomputed(request)
+    return _for_side(msgspec.structs.replace(request, request_id=send.engine_id), send)
+
+
+def _for_side(request: EngineCoreRequest, send: m.SendPrompt | m.SendOpen) -> EngineCoreRequest:
+    """Return the request, adapted for prefill, decode or both."""
     match send.side:
         case "prefill":
-            return _prefill(request, send.engine_id)
+            return _prefill(request)
         case "decode":
-            return _decode(request, send.engine_id, send.kv or {})
+            return _decode(request, send.kv or {})
         case _:
-            return msgspec.structs.replace(request, request_id=send.engine_id)
+            return request
 
 
 def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreRequest:
@@ -223,20 +245,21 @@ def _recomputed(request: EngineCoreRequest) -> EngineCoreRequest:
     return msgspec.structs.replace(request, sampling_params=params)
 
 
-def _prefill(request: EngineCoreRequest, engine_id: str) -> EngineCoreRequest:
-    """Return the request for the prefill engine, with a new transfer id."""
+def _prefill(request: EngineCoreRequest) -> EngineCoreRequest:
+    """Return the request for the prefill engine, with a new transfer id.
+
+    The engine gets all of `extra_args`: the stage's worker may compute the prompt with them.
+    """
     given = request.sampling_params
     assert given is not None
-    extra = {KEY: prefill_transfer(new_transfer_id())}
-    if EXPORT in _extra(given):
-        extra[EXPORT] = _extra(given)[EXPORT]
+    extra = {**_extra(given), KEY: prefill_transfer(new_transfer_id())}
     params = SamplingParams(
         **prefill_sampling(), extra_args=extra, skip_reading_prefix_cache=given.skip_reading_prefix_cache
     )
-    return msgspec.structs.replace(request, request_id=engine_id, sampling_params=params)
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
-def _decode(request: EngineCoreRequest, engine_id: str, transfer: Mapping[str, Any]) -> EngineCoreRequest:
+def _decode(request: EngineCoreRequest, transfer: Mapping[str, Any]) -> EngineCoreRequest:
     """Return the request for the decode engine, which fetches the prompt's KV cache."""
     assert request.sampling_params is not None
     params = request.sampling_params.clone()
@@ -244,7 +267,7 @@ def _decode(request: EngineCoreRequest, engine_id: str, transfer: Mapping[str, A
     if len(extra) < len(_extra(params)):
         params.skip_reading_prefix_cache = False
     params.extra_args = {**extra, KEY: dict(transfer)}
-    return msgspec.structs.replace(request, request_id=engine_id, sampling_params=params)
+    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def _kv_release(send: m.SendKVRelease) -> EngineCoreRequest:

@@ -3,7 +3,8 @@
 The machine owns the state of every request (`state.RequestState`). It executes the actions of flows, binds requests
 to replicas, opens them again on another replica after a failure, queues them while a stage has no replica, fails them
 when input is late, and releases all their resources when they end. `Placement` selects the replica of a request.
-`PromptRouter` sends a prompt to the frontend, or to a prefill stage and then to a decode stage.
+`PromptRouter` sends a prompt to the frontend, or to a prefill stage and then to a decode stage: a client's request, and
+in a split frontend also a request that the flow opens itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm_omni_ext.observability.request_trace import Outcome
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.orchestrator.placement import Placement, Settings
 from vllm_omni_ext.orchestrator.router import PromptRouter
-from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestObserver, RequestState
+from vllm_omni_ext.orchestrator.state import Binding, FlowPrompt, Prompt, RequestObserver, RequestState, Routed
 from vllm_omni_ext.plugins.flow import (
     Action,
     Close,
@@ -159,7 +160,10 @@ class RequestMachine:
         else:
             self._out(m.Accept(binding.state.request_id))
             self._observer.produced(binding.state.trace, event)
-            self._stage_output(binding, event)
+            if isinstance(binding, FlowPrompt):
+                self._flow_prompt_output(binding, event)
+            else:
+                self._stage_output(binding, event)
 
     def _stage_output(self, binding: Binding, event: m.Output) -> None:
         state, stage, finish = binding.state, binding.stage, event.finish
@@ -182,19 +186,44 @@ class RequestMachine:
         if not any(binding.replica is not None or binding.waiting_since is not None for binding in streams):
             state.done.add(stage)
 
-    def _prompt_output(self, prompt: Prompt, event: m.Output) -> None:
-        state, frontend, now = prompt.state, self.settings.frontend, self.placement.now
-        answers = self.router.output(prompt, event)
-        self._keep(state, event)
-        if not answers:  # an output of the prefill stage
-            if event.payload is not None:
-                self._decide(state, frontend, Produced(self._model_frontend, payload=event.payload, at=now))
-            if event.finish is not None and prompt.name in state.prompts:  # the flow has not ended the request
-                try:
-                    self.router.fetch(prompt, event.replica)
-                except StageUnavailable as error:
-                    self._fail(state, frontend, error)
+    def _flow_prompt_output(self, prompt: FlowPrompt, event: m.Output) -> None:
+        state, stage = prompt.state, self.settings.frontend
+        if not self.router.output(prompt, event):
+            self._prefill_output(prompt, event)
             return
+        if event.finish is not None:
+            self._done(state, stage)
+        self._keep(state, event)
+        now, load = self.placement.now, self.placement.pools[stage].load(event.replica)
+        finish, name = event.finish, self._model_frontend
+        self._decide(state, stage, Produced(name, event.tokens, event.payload, finish, None, now, load))
+
+    def _prefill_output(self, prompt: Routed, event: m.Output) -> None:
+        """Pass the payload of the prefill stage to the flow; after the last output, send the prompt to the frontend."""
+        state, frontend, now, attempts = prompt.state, self.settings.frontend, self.placement.now, prompt.attempts
+        self._keep(state, event)
+        if event.payload is not None:
+            self._decide(state, frontend, Produced(self._model_frontend, payload=event.payload, at=now))
+        if event.finish is None or prompt.attempts != attempts or not self._wanted(prompt):
+            return
+        try:
+            self.router.fetch(prompt, event.replica)
+        except StageUnavailable as error:
+            self._fail(state, frontend, error)
+
+    def _wanted(self, prompt: Routed) -> bool:
+        """Return whether the flow has not ended this prompt."""
+        state = prompt.state
+        if isinstance(prompt, Prompt):
+            return prompt.name in state.prompts
+        return not state.finished and self.settings.frontend not in state.done
+
+    def _prompt_output(self, prompt: Prompt, event: m.Output) -> None:
+        state, now = prompt.state, self.placement.now
+        if not self.router.output(prompt, event):
+            self._prefill_output(prompt, event)
+            return
+        self._keep(state, event)
         prompt.tokens += event.tokens
         if event.finish is not None:
             del state.prompts[prompt.name]
@@ -299,18 +328,24 @@ class RequestMachine:
         state.prompts[name] = prompt
         self.router.begin(prompt)
 
-    def _binding(self, state: RequestState, source: str | None, stage: str, stream: str = "") -> Binding:
+    def _binding(
+        self, state: RequestState, source: str | None, stage: str, stream: str = "", kind: type[Binding] = Binding
+    ) -> Binding:
         if (stage, stream) not in state.bindings:
             # In the frontend, the client's own request has the plain request id as its name.
             name = f"{state.request_id}/{stage}" if stage in self.router.stages else state.request_id
             name = f"{name}/stream/{stream}" if stream else name
-            state.bindings[stage, stream] = Binding(state, stage, name, source=source, stream_name=stream)
+            state.bindings[stage, stream] = kind(state, stage, name, source=source, stream_name=stream)
         return state.bindings[stage, stream]
 
     def _open(self, state: RequestState, source: str | None, stage: str, action: Open) -> None:
         self._check_length(stage, len(action.prompt) + 1)
-        binding = self._binding(state, source, stage)
+        split = stage == self.settings.frontend and self.settings.prefill is not None
+        binding = self._binding(state, source, stage, kind=FlowPrompt if split else Binding)
         state.done.discard(stage)
+        if isinstance(binding, FlowPrompt):
+            self._open_split(binding, action)
+            return
         replica = self.placement.bind(binding, cached=bool(action.prefix_keys))
         if source in state.stages_seen:  # a source without an output may still be queued, so no input is due
             self.placement.input_sent(binding, last=action.last)
@@ -331,6 +366,16 @@ class RequestMachine:
             )
         )
 
+    def _open_split(self, prompt: FlowPrompt, action: Open) -> None:
+        """Open a request in a split frontend."""
+        if not action.last:
+            raise RequestFailed(_in_chunks(action))
+        if prompt.action is not None and prompt.action.prompt != action.prompt:
+            self.router.end(prompt)  # its KV cache, if there is one, is that of another prompt
+        prompt.action, prompt.params = action, _params(prompt.state, action)
+        prompt.budget = prompt.state.budgets.get(action.stage)
+        self.router.begin(prompt)
+
     def _check_length(self, stage: str, tokens: int) -> None:
         """Raise RequestError if a sequence exceeds the stage's `max_model_len`; its engine does not check that.
 
@@ -346,6 +391,8 @@ class RequestMachine:
         binding = state.bindings.get((stage, ""))
         if binding is None or binding.replica is None:
             return  # the stage has ended the request, or a pending open will include the chunk
+        if isinstance(binding, FlowPrompt):
+            raise RequestFailed(_in_chunks(action))
         self.placement.input_sent(binding, last=action.last)
         self._observer.sent(state.trace, source, binding.replica, action.payload)
         self._out(m.SendChunk(binding.replica, state.request_id, binding.name, action=action))
@@ -473,6 +520,9 @@ class RequestMachine:
 
     def _withdraw(self, binding: Binding) -> None:
         """End a request in one stage: abort its engine requests, and end its stream."""
+        if isinstance(binding, FlowPrompt):
+            self.router.end(binding)
+            return
         part, binding.part = binding.part, None
         if (released := self.placement.release(binding)) is None:
             return
@@ -581,6 +631,10 @@ class RequestMachine:
         if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
             raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
         self.router.begin(prompt)
+
+
+def _in_chunks(action: Open | Extend) -> str:
+    return f"the flow sends input in chunks to stage '{action.stage}', which takes whole requests"
 
 
 def _failure(action: Fail) -> OmniError:

@@ -169,6 +169,10 @@ class DeadlinePassed(Event, frozen=True):
 
 # -- effects ----------------------------------------------------------------------------------------------------
 
+Side = Literal["whole", "prefill", "decode"]
+"""The work of a stage for a prompt. "whole": the stage does prefill and decode. "prefill": the stage computes only the
+prompt. "decode": the stage fetches the prompt's KV cache, and decodes."""
+
 
 class ToReplica(Effect, frozen=True):
     """Base class of messages to a replica."""
@@ -187,26 +191,32 @@ class SendPrompt(Send, frozen=True, kw_only=True):
     """Send the client's request to the frontend, or to its prefill stage.
 
     Attributes:
-        side: "whole": the stage does prefill and decode. "prefill": the stage computes only the prompt. "decode": the
-            stage fetches the prompt's KV cache with `kv`, and decodes.
         tokens: the tokens generated so far; the stage continues after them.
         recompute: the prompt is computed again, to export its hidden states again.
+        kv: for the side "decode", the transfer parameters of the prompt's KV cache.
     """
 
     request: Any
-    side: Literal["whole", "prefill", "decode"] = "whole"
+    side: Side = "whole"
     tokens: tuple[int, ...] = ()
     recompute: bool = False
     kv: Mapping[str, Any] | None = None
 
 
 class SendOpen(Send, frozen=True, kw_only=True):
-    """Open a request in a stage. `budget`: most tokens that the stage may generate; None: the stage's own limit."""
+    """Open a request in a stage.
+
+    Attributes:
+        budget: most tokens that the stage may generate; None: the stage's own limit.
+        side, kv: as in `SendPrompt`; a stage that is not split has the side "whole".
+    """
 
     action: Open
     params: Any = None
     budget: int | None = None
     priority: int = 0
+    side: Side = "whole"
+    kv: Mapping[str, Any] | None = None
 
 
 class SendChunk(Send, frozen=True, kw_only=True):

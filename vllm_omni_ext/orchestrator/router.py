@@ -10,13 +10,12 @@ import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from vllm_omni_ext.disaggregation.parameters import decode_transfer
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.messages import AbortEngineRequests, Effect, Output, SendKVRelease, SendPrompt
+from vllm_omni_ext.orchestrator.messages import AbortEngineRequests, Effect, Output, SendKVRelease, Side
 from vllm_omni_ext.orchestrator.placement import Placement
-from vllm_omni_ext.orchestrator.state import KVCache, Prompt, RequestObserver
+from vllm_omni_ext.orchestrator.state import KVCache, Prompt, RequestObserver, Routed
 
 MOST_KEPT = 4096
 """Most pending releases of KV caches for each target replica, and most that wait for a target replica. Older ones are
@@ -67,7 +66,7 @@ class PromptRouter:
         self._handed: Counter[tuple[ReplicaId, ReplicaId]] = Counter()
         self._releases = KVReleases(placement, target, out)
 
-    def begin(self, prompt: Prompt) -> None:
+    def begin(self, prompt: Routed) -> None:
         """Send a prompt to a replica, or queue it; StageUnavailable if its stage has no replica and can get none.
 
         If a live prefill replica stores the prompt's KV cache, the prompt is sent to a decode replica. Otherwise it is
@@ -77,9 +76,7 @@ class PromptRouter:
             self.fetch(prompt, prompt.kv.holder)
             return
         self.end(prompt)
-        client = prompt.state.client
-        assert client is not None
-        if self._source is None or not (self._placement.pools[self._source].takes_requests and client.can_split):
+        if self._source is None or not (self._placement.pools[self._source].takes_requests and prompt.can_split):
             self.fetch(prompt)
             return
         prompt.stage = self._source
@@ -87,7 +84,7 @@ class PromptRouter:
         if replica is not None:
             self._send(prompt, replica, None, "prefill")
 
-    def fetch(self, prompt: Prompt, holder: ReplicaId | None = None) -> None:
+    def fetch(self, prompt: Routed, holder: ReplicaId | None = None) -> None:
         """Send a prompt to the target, or queue it. The target fetches the prompt's KV cache if there is one.
 
         Args:
@@ -108,28 +105,19 @@ class PromptRouter:
         if holder is not None:
             self._handed[holder, replica] += 1
 
-    def _send(
-        self, prompt: Prompt, replica: ReplicaId, source: str | None, side: Literal["whole", "prefill", "decode"]
-    ) -> None:
-        state, engine_id = prompt.state, prompt.name
-        assert state.client is not None
+    def _send(self, prompt: Routed, replica: ReplicaId, source: str | None, side: Side) -> None:
+        engine_id, kv = prompt.name, None
         if self._source is not None:
             engine_id = f"{prompt.name}/{'p' if side == 'prefill' else 'd'}{prompt.attempts}"
             prompt.attempts += 1
         self._placement.route(prompt, engine_id)
-        self._observer.sent(prompt.trace, source, replica)
-        self._out(
-            SendPrompt(
-                replica,
-                state.request_id,
-                engine_id,
-                request=state.client.request,
-                side=side,
-                tokens=tuple(prompt.tokens),
-                recompute=prompt.recompute,
-                kv=prompt.kv.transfer if prompt.kv is not None and side == "decode" else None,
-            )
-        )
+        if source is None:
+            self._observer.sent(prompt.trace, prompt.source, replica, prompt.content)
+        else:
+            self._observer.sent(prompt.trace, source, replica)
+        if prompt.kv is not None and side == "decode":
+            kv = prompt.kv.transfer
+        self._out(prompt.message(replica, engine_id, side, kv))
 
     def _is_source(self, replica: ReplicaId) -> bool:
         return self._source is not None and replica in self._placement.pools[self._source].replicas
@@ -138,7 +126,7 @@ class PromptRouter:
         """Return whether outputs for the prompt currently go to the client."""
         return prompt.stage == self._target and not prompt.recompute
 
-    def output(self, prompt: Prompt, event: Output) -> bool:
+    def output(self, prompt: Routed, event: Output) -> bool:
         """Record an output for a prompt; return True if the target sent it, False if the source did.
 
         After the source's last output, the caller must call `fetch`, unless the flow ends the request.
@@ -161,7 +149,7 @@ class PromptRouter:
         if event.replica.stage == self._source and (kv := _kept(event)) is not None:
             self._releases.release(kv)
 
-    def end(self, prompt: Prompt) -> None:
+    def end(self, prompt: Routed) -> None:
         """End the current attempt at a prompt: abort its engine request, and release its KV cache."""
         kv, prompt.kv, prompt.handed = prompt.kv, None, None
         released = self._placement.release(prompt)
@@ -179,7 +167,7 @@ class PromptRouter:
         if replica.stage == self._target:
             self._releases.target_up()
 
-    def replica_lost(self, replica: ReplicaId) -> list[Prompt]:
+    def replica_lost(self, replica: ReplicaId) -> list[Routed]:
         """Remove a lost replica; return the prompts for which the target fetches a lost KV cache: they must restart.
 
         Without another source replica none is returned: the target detects the loss itself and computes the prompt.
@@ -195,10 +183,10 @@ class PromptRouter:
             return []
         return [prompt for prompt in self._fetching() if prompt.kv is not None and prompt.kv.holder == replica]
 
-    def _fetching(self) -> Iterator[Prompt]:
+    def _fetching(self) -> Iterator[Routed]:
         """Iterate over the prompts that were sent to the target with a KV cache and have no output from it yet."""
         for binding in self._placement.bound(self._target):
-            if isinstance(binding, Prompt) and binding.handed is not None:
+            if isinstance(binding, Routed) and binding.handed is not None:
                 yield binding
 
     def pairs(self) -> list[Pair]:

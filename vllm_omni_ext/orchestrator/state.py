@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni_ext.disaggregation.parameters import SHORTEST_PROMPT
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.observability.request_trace import Outcome, RequestTrace
-from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened, Output
-from vllm_omni_ext.plugins.flow import Flow, Submit
+from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened, Output, Send, SendOpen, SendPrompt, Side
+from vllm_omni_ext.plugins.flow import Flow, Open, Submit
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
 REMEMBERED_EVENTS = 16
@@ -74,28 +75,125 @@ class KVCache:
 
 
 @dataclass(eq=False, slots=True)
-class Prompt(Binding):
-    """The client's request in the frontend, or a second computation of its prompt.
+class Routed(Binding):
+    """A prompt that `PromptRouter` sends to the frontend, or to its prefill stage first.
 
     Attributes:
-        recompute: the prompt is computed again, to export its hidden states again.
-        tokens: token ids that were generated so far.
         attempts: number of engine requests that were built for it.
         kv: the KV cache that the frontend may still have to fetch; None after the frontend's first output.
         handed: (number of the message, time, replica) of the message that gave the frontend `kv` to fetch; None before
             that message, and after the frontend's first output.
     """
 
-    recompute: bool = False
-    tokens: list[int] = field(default_factory=list)
     attempts: int = 0
     kv: KVCache | None = None
     handed: tuple[int, float, ReplicaId] | None = None
 
     @property
     def trace(self) -> RequestTrace | None:
+        """Return the observer's record of the request; None if this prompt is not observed."""
+        return self.state.trace
+
+    @property
+    def content(self) -> Any:
+        """Return the data that another stage sends with the prompt, for the observer; None if the client sends it."""
+        return None
+
+    @property
+    def can_split(self) -> bool:
+        """Return whether a prefill stage may compute the prompt."""
+        raise NotImplementedError
+
+    def message(self, replica: ReplicaId, engine_id: str, side: Side, kv: Mapping[str, Any] | None) -> Send:
+        """Return the message that sends the prompt to a replica; `kv`: the transfer parameters of its KV cache."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, slots=True)
+class Prompt(Routed):
+    """The client's request in the frontend, or a second computation of its prompt.
+
+    Attributes:
+        recompute: the prompt is computed again, to export its hidden states again.
+        tokens: token ids that were generated so far.
+    """
+
+    recompute: bool = False
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def trace(self) -> RequestTrace | None:
         """Return the observer's record of the request; None for a recomputation, which is not observed."""
         return None if self.recompute else self.state.trace
+
+    @property
+    def can_split(self) -> bool:
+        """Return whether a prefill stage may compute the prompt."""
+        assert self.state.client is not None
+        return self.state.client.can_split
+
+    def message(self, replica: ReplicaId, engine_id: str, side: Side, kv: Mapping[str, Any] | None) -> Send:
+        """Return the message that sends the client's request to a replica."""
+        assert self.state.client is not None
+        return SendPrompt(
+            replica,
+            self.state.request_id,
+            engine_id,
+            request=self.state.client.request,
+            side=side,
+            tokens=tuple(self.tokens),
+            recompute=self.recompute,
+            kv=kv,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class FlowPrompt(Routed):
+    """A request that the flow opens in a split frontend.
+
+    Attributes:
+        action: the flow's last `Open`.
+        params: parameters of the request; None: the stage's defaults.
+        budget: most tokens that the stage may generate; None: the stage's own limit.
+    """
+
+    action: Open | None = None
+    params: Any = None
+    budget: int | None = None
+
+    @property
+    def content(self) -> Any:
+        """Return the data that another stage sends with the prompt."""
+        assert self.action is not None
+        return self.action.payload or self.action.prompt
+
+    @property
+    def can_split(self) -> bool:
+        """Return whether a prefill stage may compute the prompt: see `engine_requests.can_be_split`."""
+        action, params = self.action, self.params
+        assert action is not None
+        uncached = getattr(params, "skip_reading_prefix_cache", None) and not action.export
+        return (
+            len(action.prompt) >= SHORTEST_PROMPT
+            and all(stop <= len(action.prompt) for _, stop in action.export)
+            and getattr(params, "prompt_logprobs", None) is None
+            and not uncached
+        )
+
+    def message(self, replica: ReplicaId, engine_id: str, side: Side, kv: Mapping[str, Any] | None) -> Send:
+        """Return the message that opens the request in a replica."""
+        assert self.action is not None
+        return SendOpen(
+            replica,
+            self.state.request_id,
+            engine_id,
+            action=self.action,
+            params=self.params,
+            budget=self.budget,
+            priority=self.state.priority,
+            side=side,
+            kv=kv,
+        )
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,18 @@ from importlib import metadata, resources
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.spec import ACCEPTS, API_VERSION, EDGES, ENTRY_POINTS, EdgeSpec, ModelFamily, PipelineSpec
+from vllm_omni_ext.plugins.spec import (
+    ACCEPTS,
+    API_VERSION,
+    EDGES,
+    ENTRY_POINTS,
+    KV,
+    SAMPLING_PARAMS,
+    EdgeSpec,
+    ModelFamily,
+    PipelineSpec,
+    StageSpec,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +147,28 @@ def _pipeline_fault(pipeline: PipelineSpec) -> str:
     for stage in pipeline.stages:
         if stage.accepts not in ACCEPTS:
             return f"stage '{stage.name}': accepts: '{stage.accepts}' is not one of {', '.join(ACCEPTS)}"
+        if stage.splittable and (why := _split_fault(pipeline, stage)):
+            return f"stage '{stage.name}': splittable: {why}"
     return next((why for edge in pipeline.edges if (why := _edge_fault(edge))), "")
+
+
+def _split_fault(pipeline: PipelineSpec, stage: StageSpec) -> str:
+    """Return the reason that a stage cannot have prefill and decode replicas; "" if it can."""
+    if stage.name != pipeline.frontend:
+        return f"only the frontend, '{pipeline.frontend}', can be split"
+    if stage.accepts != "requests":
+        return f"a stage that accepts {stage.accepts} cannot be split, only one that accepts requests"
+    if stage.params != SAMPLING_PARAMS:
+        return f"a stage with params {stage.params} cannot be split, only one with vLLM's SamplingParams"
+    return ""
 
 
 def _edge_fault(edge: EdgeSpec) -> str:
     where = f"edge '{edge.name or f'{edge.source} to {edge.target}'}'"
     if edge.kind not in EDGES:
         return f"{where}: kind: '{edge.kind}' is not one of {', '.join(EDGES)}"
+    if edge.kind == KV:
+        return f"{where}: kind: '{KV}' is made for a split frontend only; set splittable of that stage instead"
     if edge.source == edge.target:
         return f"{where}: leads from '{edge.source}' to itself"
     if edge.chunks and not edge.name:

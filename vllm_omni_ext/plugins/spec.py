@@ -60,7 +60,10 @@ class StageSpec:
         params: "pkg.mod:attr" of the type of the stage's parameters: vLLM's `SamplingParams`, or a frozen
             `msgspec.Struct` of the plugin (e.g. the number of denoise steps).
         defaults: fields of `params`; a user overrides them with `stages.<name>.params`.
-        splittable: another stage may compute this stage's prompts (prefill/decode disaggregation).
+        splittable: a user may split the stage into prefill and decode replicas (`prefill_decode`). For the frontend
+            only, which then accepts requests with vLLM's `SamplingParams`. All that an answer needs of its prompt must
+            be in vLLM's KV cache and in the request itself. The replicas of both sides have the stage's engine
+            arguments, model classes and sizes; a request's tokens, features and `extra_args` are sent to both.
         cpu_kv_bytes: default KV cache bytes of a replica on a CPU machine; 0 = no KV cache.
         gpu_share: a replica's share of a CUDA device's memory, relative to other replicas on the device; used when the
             sizes of the model or of the device are unknown.
@@ -93,7 +96,8 @@ class EdgeSpec:
 
     Attributes:
         kind: "tokens": results are sent in requests. "tensors": results are sent through a connector. "kv": the source
-            computes a request's prompt, and the target fetches the KV cache and continues.
+            computes a request's prompt, and the target fetches the KV cache and continues; only the planner makes such
+            an edge, for a split frontend (`StageSpec.splittable`).
         name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
         chunks: default sizes of successive chunks; the last one repeats.
     """

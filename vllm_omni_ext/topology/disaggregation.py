@@ -74,8 +74,11 @@ def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: 
         why = "cannot have its prompts computed elsewhere"
         if spec.accepts == "chunks":
             why = "takes its input while it decodes, so its prompts cannot be computed elsewhere"
+        if spec.accepts == "parts":
+            why = "keeps the state of its streams outside of the KV cache, so its prompts cannot be computed elsewhere"
         able = " and ".join(f"'{each.name}'" for each in pipeline.stages if each.splittable)
-        raise ConfigError(f"{_path(spec.name)}: '{spec.name}' {why}; only {able or 'none'} can be split; remove it")
+        able = f"only {able} can be split" if able else f"no stage of the pipeline '{pipeline.name}' can be split"
+        raise ConfigError(f"{_path(spec.name)}: '{spec.name}' {why}; {able}; remove it")
     default = StageConfig()
     given = [key for key in OF_A_SIDE if getattr(stage, key) != getattr(default, key)]
     refuse_keys_of_split_stage(f"stages.{spec.name}", given)

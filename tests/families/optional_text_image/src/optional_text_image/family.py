@@ -24,6 +24,7 @@ FAMILY = ModelFamily(
             stages=(
                 StageSpec(
                     name=AR,
+                    splittable=True,
                     engine={"hf_overrides": "optional_text_image.hf_configs:language_model"},
                     engine_defaults={"dtype": "float32"},
                     cpu_kv_bytes=64 << 20,
