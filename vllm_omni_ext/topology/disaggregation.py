@@ -71,7 +71,7 @@ def _path(stage: str) -> str:
 
 def _check(spec: StageSpec, stage: StageConfig, split: PrefillDecode, pipeline: PipelineSpec) -> None:
     if not spec.splittable:
-        why = "cannot have its prompts computed elsewhere"
+        why = "is not declared splittable by its family (docs/prefill-decode.md)"
         if spec.accepts == "chunks":
             why = "takes its input while it decodes, so its prompts cannot be computed elsewhere"
         if spec.accepts == "parts":
