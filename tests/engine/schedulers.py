@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs
@@ -16,10 +17,52 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.engine.edge_receiver import Arrival, Lost
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_omni
 from vllm_omni_ext.runtime.launch.engine_args import stage_engine_args
 from vllm_omni_ext.runtime.launch.inherit import register_classes
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
+
+
+class Arrivals:
+    """Stands in for `EdgeReceiver`: announced hidden states are read at once, or when a test calls `read`.
+
+    `found` are tensors [n, 1] of the numbers of the hidden states.
+    """
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self._at_once = at_once
+        self.waiting: list[tuple[str, int]] = []
+        self._counts: dict[str, int] = {}
+        self._results: list[Arrival] = []
+
+    def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
+        self.waiting.append((req_id, ref.count))
+        if self._at_once:
+            self.read(0)
+
+    def read(self, which: int, *, lost: bool = False) -> str:
+        """Read the announced hidden states `waiting[which]`, and those of the same request before; return its id."""
+        req_id, count = self.waiting[which]
+        self.waiting = [each for at, each in enumerate(self.waiting) if at > which or each[0] != req_id]
+        first = self._counts.get(req_id, 0)
+        self._counts[req_id] = max(first, count)
+        states = torch.arange(first, self._counts[req_id]).view(-1, 1)
+        self._results.append(Arrival(req_id, count, Lost("gone") if lost else states))
+        return req_id
+
+    def arrivals(self) -> list[Arrival]:
+        found, self._results = self._results, []
+        return found
+
+    def forget(self, req_id: str) -> None:
+        self.waiting = [each for each in self.waiting if each[0] != req_id]
+        self._results = [each for each in self._results if each.req_id != req_id]
+        self._counts.pop(req_id, None)
+
+    def close(self) -> None:
+        self.waiting.clear()
 
 
 class OwnScheduler:

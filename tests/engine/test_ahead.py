@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine.schedulers import runner_output, stage_config
+from tests.engine.schedulers import Arrivals, runner_output, stage_config
 from vllm_omni_ext.engine.agent import ReplicaAgent
 from vllm_omni_ext.engine.scheduler import streaming_input_scheduler
 from vllm_omni_ext.runtime.client.replica import abort_client
@@ -40,12 +40,14 @@ def scheduler(config: VllmConfig, request: pytest.FixtureRequest, monkeypatch: p
     size = config.cache_config.block_size
     layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config.cache_config.num_gpu_blocks = BLOCKS
-    return streaming_input_scheduler(
+    made: Any = streaming_input_scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=size,
     )
+    made._receiver = Arrivals()
+    return made
 
 
 def opened(name: str = "r", last: bool = False, client: int = 0, **fields: Any) -> Request:

@@ -18,10 +18,8 @@ spans = st.lists(st.integers(0, SIZE), unique=True, max_size=6).map(
 )
 
 
-def opening(hidden: int = 0, last: bool = False, **fields: Any) -> StageInput:
-    """`hidden`: number of hidden states that can be taken."""
-    ref = HiddenStatesRef(source="s", name="n", count=hidden) if hidden else None
-    return StageInput(hidden_states=ref, last=last, **fields)
+def opening(last: bool = False, **fields: Any) -> StageInput:
+    return StageInput(last=last, **fields)
 
 
 def chunk(prompt_positions: int = 0, **fields: Any) -> StageInput:
@@ -56,7 +54,8 @@ def test_progress_is_counted_for_any_chunks(
     steps, hidden = start, 0
     for entries, more, ids in [(0, 0, 0), *parts]:
         ids = min(ids, SIZE - known)
-        progress.add(chunk(ids, step_inputs=entries, hidden=hidden + more))
+        progress.add(chunk(ids, step_inputs=entries))
+        progress.arrived(hidden + more)
         steps, hidden, known = steps + entries, hidden + more, known + ids
         there = [p < known and p not in at[hidden:] for p in range(SIZE)]
         assert progress.limit() == (SIZE + steps if all(there) else there.index(False))
@@ -66,7 +65,8 @@ def test_progress_is_counted_for_any_chunks(
 def test_positions_in_the_prefix_cache_need_no_hidden_states(
     known: int, hidden: int, cached: int, due: tuple[tuple[int, int], ...]
 ) -> None:
-    progress = InputProgress.of(opening(prompt_positions=known, hidden_spans=due, hidden=hidden), SIZE)
+    progress = InputProgress.of(opening(prompt_positions=known, hidden_spans=due), SIZE)
+    progress.arrived(hidden)
     missing = [p for a, b in due for p in range(a, b)][hidden:]
     there = [p < known and (p < cached or p not in missing) for p in range(SIZE)]
     limit = SIZE if all(there) else there.index(False)
@@ -91,9 +91,45 @@ def test_tokens_sampled_by_another_replica_have_used_step_inputs_too(done: int, 
 
 def test_hidden_states_do_not_become_fewer() -> None:
     """After a failover, the new source may be behind the old one."""
-    progress = InputProgress.of(opening(prompt_positions=4, hidden_spans=((0, 3),), hidden=2), 4)
-    progress.add(chunk(hidden=1))
+    progress = InputProgress.of(opening(prompt_positions=4, hidden_spans=((0, 3),)), 4)
+    progress.arrived(2)
+    progress.arrived(1)
     assert progress.limit() == 2
+
+
+def test_announced_hidden_states_count_when_they_have_been_read() -> None:
+    announced = HiddenStatesRef(source="s", name="n", count=3)
+    progress = InputProgress.of(opening(hidden_spans=((0, 3),), hidden_states=announced), SIZE)
+    progress.add(chunk(hidden_states=announced))
+    assert progress.limit() == 0
+    progress.arrived(3)
+    assert progress.limit() == SIZE
+
+
+announcements = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=8)
+
+
+@given(announcements, st.booleans())
+def test_step_inputs_count_with_the_hidden_states_announced_before_them(
+    parts: list[tuple[int, int, bool]], ended: bool
+) -> None:
+    """A reply's positions may have hidden states too: none is computed before those of its chunk have been read."""
+    progress = InputProgress.of(opening(), SIZE)
+    announced, arrived = 0, 0
+    chunks: list[tuple[int, int]] = []
+    for states, steps, arrives in parts:
+        announced += states
+        ref = HiddenStatesRef(source="s", name="n", count=announced) if states else None
+        progress.add(chunk(step_inputs=steps, hidden_states=ref))
+        chunks.append((announced, steps))
+        if arrives:
+            arrived = announced
+            progress.arrived(arrived)
+        assert progress.limit() == SIZE + sum(steps for needed, steps in chunks if needed <= arrived)
+    progress.add(chunk(last=ended))
+    assert (progress.limit() is None) == (ended and announced == arrived)
+    progress.arrived(announced)
+    assert (progress.limit() is None) == ended
 
 
 def test_a_chunk_without_a_number_of_positions_has_the_rest_of_the_prompt() -> None:

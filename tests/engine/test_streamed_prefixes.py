@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine.schedulers import runner_output, stage_config
+from tests.engine.schedulers import Arrivals, runner_output, stage_config
 from tests.support.examples import examples
 from vllm_omni_ext.engine.input_provider import scheduled_starts
 from vllm_omni_ext.engine.scheduler import streaming_input_scheduler
@@ -40,12 +40,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
 def scheduler_of(config: VllmConfig, size: int = BLOCK) -> Any:
     config.cache_config.num_gpu_blocks = BLOCKS
     layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    return streaming_input_scheduler(
+    made: Any = streaming_input_scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=size,
     )
+    made._receiver = Arrivals()
+    return made
 
 
 @pytest.fixture

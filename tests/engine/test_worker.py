@@ -14,16 +14,14 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_omni_ext.connectors.base import ConnectorConfig
-from vllm_omni_ext.connectors.registry import connector
 from vllm_omni_ext.engine import worker
-from vllm_omni_ext.engine.edges import EdgeReceiver, Lost
+from vllm_omni_ext.engine.edge_receiver import Lost
 from vllm_omni_ext.engine.input_provider import Ended
 from vllm_omni_ext.engine.worker import HiddenStatesExportWorker, StageWorker, StreamingInputWorker
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import ThinkerWorker
 from vllm_omni_ext.wire.envelope import StageError, unpack
-from vllm_omni_ext.wire.stage_input import INPUT, HiddenStatesRef, StageInput
+from vllm_omni_ext.wire.stage_input import INPUT, StageInput
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -38,8 +36,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> StreamingInputWorker:
     monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: SimpleNamespace(req_ids=["warm"]))
     made = StreamingInputWorker.__new__(StreamingInputWorker)
     made.rank, made.vllm_config = 1, SimpleNamespace(load_config=None)  # the first rank's worker reports on loading
-    made._receiver = EdgeReceiver("hidden_states", connector(ConnectorConfig(name="shared_memory")), 0.1)
-    made._errors = {}
+    made._receiving, made._errors = None, {}
     provider = Mock(payloads=Message, sampled=lambda req_ids, tokens, hidden: [None] * len(req_ids))
     model = Mock(spec=["input_provider", "begin_step", "end_step"], input_provider=provider)
     made.model_runner = SimpleNamespace(get_model=lambda: model, input_batch=SimpleNamespace(generators={}))
@@ -64,6 +61,7 @@ def step(chunks: dict[str, list[StageInput]], **opened: StageInput) -> Any:
         for name, given in opened.items()
     ]
     made.num_scheduled_tokens = dict.fromkeys({*opened, *chunks}, 1)
+    made.arrived = {}
     return made
 
 
@@ -79,10 +77,13 @@ def test_a_request_whose_hidden_states_are_lost_ends_with_an_error(
     feed: StreamingInputWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = feed.model_runner.get_model().input_provider
-    losses = iter([{"r": Lost("the producer is gone")}, {}])
-    monkeypatch.setattr(feed._receiver, "take", lambda req_ids, lost_anywhere: next(losses))
-    feed.execute_model(step({}, r=StageInput(hidden_spans=((0, 2),))))
+    assert feed.hidden_states_open() is None
+    first, states = step({}, r=StageInput(hidden_spans=((0, 2),))), torch.ones(1, 3)
+    first.arrived = {"r": [states, Lost("the producer is gone")]}
+    feed.execute_model(first)
+    provider.add_hidden_states.assert_called_once_with("r", states)
     provider.blank.assert_called_once_with("r")
+    assert feed.hidden_states_open() == 1
     sampled = SimpleNamespace(req_ids=["r"], sampled_token_ids=[[]], pooler_output=None)
     monkeypatch.setattr(worker._Worker, "sample_tokens", lambda self, grammar: sampled)
     feed.model_runner.get_model().sampled_hidden = torch.zeros(1, 1)
@@ -91,7 +92,7 @@ def test_a_request_whose_hidden_states_are_lost_ends_with_an_error(
     ended.finished_req_ids = {"r"}
     feed.execute_model(ended)
     provider.close.assert_called_once_with("r")
-    assert not feed._errors
+    assert not feed._errors and feed.hidden_states_open() == 0
 
 
 def test_the_output_names_the_requests_that_the_input_provider_ends(
@@ -107,15 +108,6 @@ def test_the_output_names_the_requests_that_the_input_provider_ends(
     out = feed.sample_tokens(None)
     assert out.ended == ["a", "b"]
     assert out.pooler_output == [frame, None, frame, None]
-
-
-def test_a_stage_without_a_tensor_edge_takes_chunks(feed: StreamingInputWorker) -> None:
-    feed._receiver = None
-    feed.execute_model(step({"r": [StageInput()]}, r=StageInput(last=False)))
-    assert feed.hidden_states_open() is None
-    ref = HiddenStatesRef(source="s", name="n", count=1)
-    with pytest.raises(ConfigError, match="no tensor edge"):
-        feed.execute_model(step({"r": [StageInput(hidden_states=ref)]}))
 
 
 def test_a_stage_that_exports_needs_the_layer() -> None:

@@ -14,19 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import answer, check, heard, seen, user, watched
-from tests.processes.test_replicas import hidden_states_held, same, within
+from tests.processes.test_replicas import TOLERANCE, hidden_states_held, same, within
+from tests.support import held_connector
 from tests.support.cluster import until
+from tests.support.held_connector import gate
 from tests.support.media import openai_messages
 from tests.support.nested import run_suite
 from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
+from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.orchestrator import orchestrator
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, unpack
@@ -242,6 +246,55 @@ def fails_alone(omni: Any, conversation: Any, reason: str) -> None:
     assert isinstance(bad[0], RequestFailed) and reason in str(bad[0])
     assert same([good], other)
     assert nothing_is_held(omni)
+
+
+async def spoken(omni: Any, prompt: Any, name: str, frames: int, heard: Callable[[str], None]) -> Any:
+    """Return all samples of an answer; `heard` is called with the request's name for each piece of sound."""
+    lengths = sampling(frames=frames)
+    options = RequestOptions(modalities=("text", "audio"), params={"talker": lengths["talker"]})
+    pieces = []
+    async for item in omni._omni.generate(prompt, lengths["thinker"], name, options=options):
+        if isinstance(item, AudioChunk) and len(item.samples):
+            pieces.append(item.samples)
+            heard(name)
+    return np.concatenate(pieces)
+
+
+def test_frames_of_others_go_on_while_a_chunk_of_hidden_states_is_delayed(tiny: Path, tmp_path: Path) -> None:
+    """The talker's step never waits for it, and the delayed answer is the same in the end."""
+    held = gate(tmp_path / "gate")
+    delaying = {"name": held_connector.NAME, "device": str(held.folder)}
+    order: list[str] = []
+
+    async def delayed(omni: Any, seen: Any, heard: Any, text: Any) -> Any:
+        begun = asyncio.Event()
+
+        def first(name: str) -> None:
+            order.append(name)
+            begun.set()
+
+        running = asyncio.create_task(spoken(omni, heard, "running", 300, first))
+        await asyncio.wait_for(begun.wait(), SOON_S)
+        with held.armed():
+            late = asyncio.create_task(spoken(omni, seen, "late", 24, order.append))
+            await asyncio.wait_for(asyncio.to_thread(held.reached), SOON_S)
+            assert not running.done()
+            order.append("held")
+            await asyncio.wait_for(running, SOON_S)
+            await asyncio.wait_for(spoken(omni, text, "text", 24, order.append), SOON_S)
+            order.append("released")
+        return await asyncio.wait_for(late, SOON_S)
+
+    with LLM(str(tiny), omni=True, connectors={"hidden_states": delaying}, **SIZE) as omni:
+        seen, heard, text = (omni._preprocess_chat_one(each) for each in (SEEN, HEARD, TEXT_ONLY))
+        undisturbed = omni._run(spoken(omni, seen, "undisturbed", 24, order.append))
+        omni.reset_prefix_cache()  # positions in the cache need no hidden states
+        late = omni._run(delayed(omni, seen, heard, text))
+        assert late.shape == undisturbed.shape and np.abs(late - undisturbed).max() <= TOLERANCE
+        during = order[order.index("held") + 1 : order.index("released")]
+        assert set(during) == {"running", "text"}
+        assert set(order[order.index("released") + 1 :]) == {"late"}
+        assert nothing_is_held(omni)
 
 
 def test_answers_stay_the_same_when_a_talker_and_a_thinker_die(twofold: Any) -> None:

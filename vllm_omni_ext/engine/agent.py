@@ -8,7 +8,6 @@ scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs n
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import time
 from collections.abc import Mapping
 from copy import copy
@@ -20,7 +19,6 @@ from weakref import WeakSet
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.compat import use_keys
@@ -28,6 +26,7 @@ from vllm_omni_ext.config.schema import MAX_MEDIA_TOKENS
 from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.coordinator.reporter import Reporter
+from vllm_omni_ext.engine.core_queue import input_queue
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.engine.step_watch import LockFreeTimer, LoopClock, StepWatch, end_hung_process
 from vllm_omni_ext.errors import ConfigError
@@ -110,27 +109,13 @@ class ReplicaAgent:
     def _watch_steps(self, enrolled: ReplicaIdentity | None) -> None:
         if self._step_timeout_s is None:
             return
-        if (inputs := _input_queue()) is not None:
+        if (inputs := input_queue()) is not None:
             self.clock.follow(inputs, EngineCoreRequestType.UTILITY)
         name = "this replica" if enrolled is None else f"{enrolled.stage}/{enrolled.index}"
         hung = partial(end_hung_process, name, self._step_timeout_s)
         timer = LockFreeTimer() if multiprocessing.parent_process() else None  # an engine may share the user's process
         self._watch = StepWatch(self.clock, self._step_timeout_s, hung, timer)
         self._watch.start()
-
-
-def _input_queue() -> Any:
-    """Return the input queue of the engine whose constructor builds the scheduler; None for an engine without a queue.
-
-    vLLM does not pass its engine core on, so the stack is searched: `EngineCoreProc.__init__` is running.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        core = frame.f_locals.get("self")
-        if isinstance(core, EngineCoreProc):
-            return core.input_queue
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:

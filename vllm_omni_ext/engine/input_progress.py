@@ -6,7 +6,7 @@ Pure: no vLLM, no torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm_omni_ext.wire.stage_input import StageInput
 
@@ -19,10 +19,13 @@ class InputProgress:
         size: number of prompt positions, without tokens that were sampled before the request moved to this engine.
         received: number of leading prompt positions whose input has arrived.
         spans: ranges [start, stop) of positions whose input is hidden states of another stage, ascending.
-        hidden_states: number of these hidden states that were announced, in the order of the positions.
+        hidden_states: number of these hidden states that were read or are lost, in the order of the positions.
         step_inputs: number of positions after the prompt whose input has arrived.
         complete: no chunk follows; every later position has its input.
         cached: number of leading positions that the prefix cache has, for which no hidden states are needed.
+        announced: number of hidden states that were announced.
+        held: step inputs of chunks, and whether no chunk follows, with the number of hidden states announced by then.
+            They count when these hidden states have been read: the input of a position after the prompt may need them.
     """
 
     size: int = 0
@@ -32,6 +35,8 @@ class InputProgress:
     step_inputs: int = 0
     complete: bool = False
     cached: int = 0
+    announced: int = 0
+    held: list[tuple[int, int, bool]] = field(default_factory=list)
 
     def limit(self) -> int | None:
         """Return how many positions (prompt and sampled tokens) can be computed; None: no limit."""
@@ -53,12 +58,23 @@ class InputProgress:
         return None if self.complete else self.size + self.step_inputs
 
     def add(self, chunk: StageInput) -> None:
-        """Add the input of one chunk."""
+        """Add the input of one chunk; hidden states that it announces are read after it."""
         self.received = self.size if chunk.prompt_positions is None else self.received + chunk.prompt_positions
-        self.step_inputs += chunk.step_inputs
-        self.complete = self.complete or chunk.last
-        if chunk.hidden_states is not None:  # after a failover, the new source may be behind the old one
-            self.hidden_states = max(self.hidden_states, chunk.hidden_states.count)
+        if chunk.hidden_states is not None:
+            self.announced = max(self.announced, chunk.hidden_states.count)
+        self.held.append((self.announced, chunk.step_inputs, chunk.last))
+        self._release()
+
+    def arrived(self, count: int) -> None:
+        """Record that the first `count` hidden states were read or are lost."""
+        self.hidden_states = max(self.hidden_states, count)  # after a failover, the new source may be behind
+        self._release()
+
+    def _release(self) -> None:
+        while self.held and self.held[0][0] <= self.hidden_states:
+            _, step_inputs, last = self.held.pop(0)
+            self.step_inputs += step_inputs
+            self.complete = self.complete or last
 
     @classmethod
     def of(cls, opening: StageInput, length: int) -> InputProgress:

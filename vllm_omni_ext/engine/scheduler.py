@@ -4,7 +4,10 @@
 `wire.stage_input`). A request is computed as far as its input has arrived: vLLM calls `_reserve_prefill_lookahead` for
 every request of a step, and the override limits the number of tokens. A request whose next input is missing is held
 with vLLM's own `next_decode_eligible_step`. If all requests are held, the engine reports no work and sleeps on its
-input queue until the next chunk, request or abort.
+input queue until the next chunk, request, abort or arrival of hidden states.
+
+Hidden states of another stage are announced by chunks. `edge_receiver.EdgeReceiver` reads them in threads of its own
+and wakes the engine. They count as input when they have been read, and go to the workers with the step that needs them.
 
 The prefix cache of such a stage has the keys that come with a request (`StageInput.prefix_keys`), since the token ids
 of the engine's prompt do not determine the input embeddings. A block enters the cache after the step that computed it,
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
+import torch
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -32,6 +36,10 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_omni_ext.config.schema import INCOMING
+from vllm_omni_ext.engine.core_queue import waker
+from vllm_omni_ext.engine.edge_receiver import Lost
+from vllm_omni_ext.engine.edges import edge_receiver
 from vllm_omni_ext.engine.input_progress import InputProgress
 from vllm_omni_ext.engine.input_provider import scheduled_starts
 from vllm_omni_ext.engine.kept_exports import KeptExports
@@ -42,13 +50,24 @@ from vllm_omni_ext.wire.stage_input import KEY_POSITIONS, StageInput
 
 
 class StreamingInput(Scheduler):
-    """Holds requests until their input has arrived, and sends chunks to the worker with the step that uses them."""
+    """Holds requests until their input has arrived, and sends it to the worker with the step that uses it.
+
+    If an edge leads to the stage, hidden states of another stage arrive over that edge.
+    """
+
+    edge = ""
+    """Name of the edge over which hidden states arrive; "": the stage's only incoming edge, if it has one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._progress: dict[str, InputProgress] = {}
         self._chunks: dict[str, list[StageInput]] = {}
+        self._arrived: dict[str, list[torch.Tensor | Lost]] = {}
         self._parked: dict[str, Request] = {}
+        self._blocked = False
         super().__init__(*args, **kwargs)
+        additional = self.vllm_config.additional_config
+        incoming = self.edge or additional.get(INCOMING)
+        self._receiver = edge_receiver(additional, self.edge, wake=waker()) if incoming else None
         if self.cache_config.enable_prefix_caching and self.hash_block_size % KEY_POSITIONS:
             raise ConfigError(
                 f"block_size: {self.hash_block_size} is not a multiple of {KEY_POSITIONS}, which the prefix cache of "
@@ -66,6 +85,7 @@ class StreamingInput(Scheduler):
 
     def add_request(self, request: Request) -> None:
         """Add a request, or a chunk to the request of the same id; chunks of ended requests are dropped."""
+        self._blocked = False
         stage_input, is_chunk = StageInput.of(request.sampling_params.extra_args)
         if is_chunk:
             self._add_chunk(request.request_id, stage_input)
@@ -75,6 +95,7 @@ class StreamingInput(Scheduler):
         keys_a_block = self.hash_block_size // KEY_POSITIONS
         request.block_hashes = list(map(BlockHash, stage_input.prefix_keys[keys_a_block - 1 :: keys_a_block]))
         request._block_hasher = None
+        self._announce(request.request_id, stage_input)
         if self._can_begin(request):
             super().add_request(request)
         else:
@@ -85,7 +106,26 @@ class StreamingInput(Scheduler):
         if progress is None:  # the request has ended: its last output reports that to the sender
             return
         progress.add(chunk)
+        self._announce(req_id, chunk)
         self._chunks.setdefault(req_id, []).append(chunk)
+        self._begin_parked(req_id)
+
+    def _announce(self, req_id: str, stage_input: StageInput) -> None:
+        if stage_input.hidden_states is None:
+            return
+        if self._receiver is None:
+            raise ConfigError("edges: hidden states were announced to a stage to which no tensor edge leads")
+        self._receiver.announce(req_id, stage_input.hidden_states)
+
+    def _take_arrivals(self) -> None:
+        """Count the hidden states that have been read since the last call."""
+        for arrival in () if self._receiver is None else self._receiver.arrivals():
+            self._blocked = False
+            self._progress[arrival.req_id].arrived(arrival.count)
+            self._arrived.setdefault(arrival.req_id, []).append(arrival.found)
+            self._begin_parked(arrival.req_id)
+
+    def _begin_parked(self, req_id: str) -> None:
         if req_id in self._parked and self._can_begin(self._parked[req_id]):
             super().add_request(self._parked.pop(req_id))
 
@@ -115,6 +155,10 @@ class StreamingInput(Scheduler):
     def _stuck(self, request: Request) -> bool:
         return self._starved(request) and not request.num_in_flight_tokens
 
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._blocked = False
+        super()._preempt_request(request, *args, **kwargs)
+
     def _preempt_all(self) -> None:
         now = time.monotonic()
         while self.running:
@@ -133,6 +177,7 @@ class StreamingInput(Scheduler):
         A pause that waits for running requests (`PAUSED_NEW`) completes when no running request has input: the stage
         that sends the missing input may be paused too. These requests are preempted. They run again after the pause.
         """
+        self._take_arrivals()
         if self.pause_state is PauseState.PAUSED_NEW and all(map(self._stuck, self.running)):
             self._preempt_all()
         for request in self.running:
@@ -141,13 +186,28 @@ class StreamingInput(Scheduler):
         output = super().schedule(throttle_prefills)
         due = [req_id for req_id in output.num_scheduled_tokens if req_id in self._chunks]
         output.chunks = {req_id: self._chunks.pop(req_id) for req_id in due}  # type: ignore[attr-defined]
+        read = [req_id for req_id in output.num_scheduled_tokens if req_id in self._arrived]
+        output.arrived = {req_id: self._arrived.pop(req_id) for req_id in read}  # type: ignore[attr-defined]
+        self._blocked = not output.num_scheduled_tokens and self._needs_input()
         return output
 
+    def _needs_input(self) -> bool:
+        """Return whether only new input, or the end of a request, can make a step compute something.
+
+        That is so after a step without tokens if all running requests lack input: they have the places, or the memory,
+        of the waiting requests.
+        """
+        queued = all(each.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for each in self.waiting)
+        return self.connector is None and bool(self.running) and queued and all(map(self._starved, self.running))
+
     def has_requests(self) -> bool:
+        self._take_arrivals()
         if not super().has_requests():
             return False
         if self.pause_state is PauseState.PAUSED_NEW:  # the next step preempts them
             return True
+        if self._blocked and not self.has_finished_requests():
+            return False
         if self.has_finished_requests() or len(self.waiting) or len(self.kv_holding_waiting):
             return True
         return any(not self._starved(request) for request in self.running)
@@ -156,6 +216,8 @@ class StreamingInput(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Update as vLLM does; end requests that the worker has ended, or for which it returns a `StageError`."""
+        if scheduler_output.num_scheduled_tokens:
+            self._blocked = False
         self._cache_blocks(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         ended = frozenset(getattr(model_runner_output, "ended", ()))
@@ -187,6 +249,7 @@ class StreamingInput(Scheduler):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
         """End requests, including held requests; return the requests that have ended, whose clients vLLM notifies."""
+        self._blocked = False
         if isinstance(request_ids, str):
             request_ids = [request_ids]
         names = list(self._progress) if request_ids is None else list(request_ids)
@@ -203,6 +266,15 @@ class StreamingInput(Scheduler):
     def _forget(self, req_id: str) -> None:
         self._progress.pop(req_id, None)
         self._chunks.pop(req_id, None)
+        self._arrived.pop(req_id, None)
+        if self._receiver is not None:
+            self._receiver.forget(req_id)
+
+    def shutdown(self) -> None:
+        """Shut down as vLLM does, and end the threads that read hidden states."""
+        if self._receiver is not None:
+            self._receiver.close()
+        super().shutdown()
 
 
 LONGEST_STEP_S = 0.025

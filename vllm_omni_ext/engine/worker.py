@@ -26,9 +26,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_omni_ext.config.schema import INCOMING
 from vllm_omni_ext.engine.alone import alone
-from vllm_omni_ext.engine.edges import Lost, edge_receiver, edge_sender
+from vllm_omni_ext.engine.edge_receiver import Lost
+from vllm_omni_ext.engine.edges import edge_sender
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import ExportedSlice, Exporter
 from vllm_omni_ext.engine.input_provider import Ended, StreamingInputModel, spans_of
@@ -358,36 +358,19 @@ def _answers() -> bool:
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
-def _lost_anywhere(lost: dict[str, str]) -> dict[str, str]:
-    """Return the requests whose hidden states are lost in any worker of the tensor parallel group, with the reasons.
-
-    The engine reads the output of one worker only. Without this exchange, hidden states that are lost in another worker
-    would become zeros without an error.
-    """
-    workers = get_tp_group()
-    if workers.world_size == 1:
-        return lost
-    gathered: list[Any] = [None] * workers.world_size
-    torch.distributed.all_gather_object(gathered, lost, group=workers.cpu_group)
-    return {req_id: reason for each in gathered for req_id, reason in each.items()}
-
-
 class StreamingInputWorker(StageWorker):
     """Runs a `StreamingInputModel`, whose `InputProvider` makes the input embeddings and the stage's outputs.
 
-    If an edge leads to the stage, hidden states of another stage arrive over that edge. Steps that `StreamingInput` has
-    not scheduled are vLLM's own warm-up steps (V2 runs them through the worker). They run as in vLLM's worker.
+    Chunks and hidden states come with the steps of `StreamingInput`, which has received them. Steps that
+    `StreamingInput` has not scheduled are vLLM's own warm-up steps (V2 runs them through the worker). They run as in
+    vLLM's worker.
     """
-
-    edge = ""
-    """Name of the edge over which hidden states arrive; "": the stage's only incoming edge, if it has one."""
 
     _warming_up = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        additional = self.vllm_config.additional_config
-        self._receiver = edge_receiver(additional, self.edge) if self.edge or additional.get(INCOMING) else None
+        self._receiving: set[str] | None = None
         self._errors: dict[str, torch.Tensor] = {}
 
     @property
@@ -414,8 +397,8 @@ class StreamingInputWorker(StageWorker):
             for chunk in chunks:
                 if chunk.payload is not None:
                     model.input_provider.extend(req_id, self._payload(chunk))
-                self._announce(req_id, chunk)
-        self._receive(scheduler_output)
+        for req_id, arrived in scheduler_output.arrived.items():
+            self._receive(req_id, arrived)
         model.begin_step(
             rows=lambda order: model.input_provider.rows(
                 spans_of(list(order) if order else _v1_order(self.model_runner), scheduler_output)
@@ -428,42 +411,34 @@ class StreamingInputWorker(StageWorker):
             model.end_step()
 
     def hidden_states_open(self) -> int | None:
-        """Return the number of requests that receive hidden states; None before the first (`collective_rpc`)."""
-        return None if self._receiver is None else self._receiver.held()
+        """Return the number of requests that have received hidden states; None before the first (`collective_rpc`)."""
+        return None if self._receiving is None else len(self._receiving)
 
     def _open(self, req_id: str, params: Any) -> None:
         stage_input, _ = StageInput.of(params.extra_args)
         self._model.input_provider.open(req_id, self._payload(stage_input), stage_input.hidden_spans, params)
-        if self._receiver is None or req_id not in self._receiver:  # else: preempted, still open
-            self._announce(req_id, stage_input)
 
     def _close(self, req_id: str) -> None:
         self._model.input_provider.close(req_id)
-        if self._receiver is not None:
-            self._receiver.forget(req_id)
+        if self._receiving is not None:
+            self._receiving.discard(req_id)
         self._errors.pop(req_id, None)
 
     def _payload(self, stage_input: StageInput) -> Any:
         payloads = self._model.input_provider.payloads
         return None if stage_input.payload is None else msgspec.convert(stage_input.payload, payloads)
 
-    def _announce(self, req_id: str, stage_input: StageInput) -> None:
-        if stage_input.hidden_states is None:
-            return
-        if self._receiver is None:
-            raise ConfigError("edges: hidden states were announced to a stage to which no tensor edge leads")
-        self._receiver.announce(req_id, stage_input.hidden_states)
-
-    def _receive(self, step: SchedulerOutput) -> None:
-        """Receive hidden states for the step's requests; a request whose hidden states are lost ends with an error."""
-        if self._receiver is None:
-            return
-        for req_id, found in self._receiver.take(step.num_scheduled_tokens, lost_anywhere=_lost_anywhere).items():
+    def _receive(self, req_id: str, arrived: Sequence[torch.Tensor | Lost]) -> None:
+        """Add hidden states to a request; a request whose hidden states are lost ends with an error after this step."""
+        if self._receiving is None:
+            self._receiving = set()
+        self._receiving.add(req_id)
+        for found in arrived:
             if isinstance(found, Lost):
                 self._errors[req_id] = pack(StageError(found.reason))
                 self._model.input_provider.blank(req_id)
             else:
-                self._model.input_provider.add_hidden_states(req_id, torch.cat(found))
+                self._model.input_provider.add_hidden_states(req_id, found)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -1,0 +1,223 @@
+"""Reads the hidden states of another stage outside of the engine's steps.
+
+Each source, i.e. each replica that stores hidden states, has a thread that reads the announced chunks one after the
+other. The scheduler takes the results between two steps, and is woken by each of them. A request whose hidden states
+are still being read takes part in no step; a source that does not reply delays only requests of that source.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import torch
+
+from vllm_omni_ext.connectors.base import Connector, ConnectorError, Consumer
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
+
+IDLE_SOURCES = 8
+"""Connections without a request that are kept; more are closed, the one that was used least recently first."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Announced hidden states that cannot be read, with the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The result of reading announced hidden states.
+
+    Attributes:
+        count: number of the request's hidden states, from the first one on, that are read or lost by now.
+        found: the hidden states [n, width] after those of earlier arrivals, in host memory; or that they are lost.
+    """
+
+    req_id: str
+    count: int
+    found: torch.Tensor | Lost
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A request whose hidden states are read from one source.
+
+    The first `skip` hidden states came from an earlier source. `announced` is written by the engine's thread, and
+    `chunks` and `seen`, the chunks and hidden states that were read, by the source's thread.
+    """
+
+    req_id: str
+    name: str
+    skip: int
+    announced: int = 0
+    chunks: int = 0
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class _Read:
+    reading: _Reading
+    count: int
+    announced_at: float
+
+
+_Order: TypeAlias = _Read | str | None
+"""Read hidden states; free those of this name; end the thread."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """The thread that reads from one source. `readings` is used by the engine's thread only."""
+
+    address: str
+    open_consumer: Callable[[], Consumer]
+    timeout_s: float
+    arrived: Callable[[_Reading, int, torch.Tensor | Lost], None]
+    readings: int = 0
+    orders: SimpleQueue[_Order] = field(default_factory=SimpleQueue)
+
+    def start(self, edge: str) -> None:
+        threading.Thread(target=self._run, name=f"omni-receiver-{edge}", daemon=True).start()
+
+    def _run(self) -> None:
+        self._consumer: Consumer | None = None
+        self._replied_at = 0.0
+        while (order := self.orders.get()) is not None:
+            if isinstance(order, _Read):
+                self.arrived(order.reading, order.count, self._found(order))
+                continue
+            try:
+                self._open().forget(self.address, order)
+            except Exception:  # nothing waits for it: the source drops what is not used
+                log.warning("Hidden states of %s were not freed at their source", order, exc_info=True)
+        if self._consumer is not None:
+            self._consumer.close()
+
+    def _open(self) -> Consumer:
+        if self._consumer is None:
+            self._consumer = self.open_consumer()
+        return self._consumer
+
+    def _found(self, order: _Read) -> torch.Tensor | Lost:
+        try:
+            return self._read(order)
+        except (ConnectorError, ValueError) as error:
+            return Lost(str(error))
+        except Exception as error:  # a bug: the request must not wait for it
+            log.exception("Hidden states of %s were not read", order.reading.req_id)
+            return Lost(f"{type(error).__name__}: {error}")
+
+    def _read(self, order: _Read) -> torch.Tensor:
+        reading, pieces = order.reading, []
+        while reading.seen < order.count:
+            # Requests that wait behind a request without a reply have the same deadline as that one.
+            deadline = max(order.announced_at, self._replied_at) + self.timeout_s
+            left = max(0.0, deadline - time.monotonic())
+            chunk = self._open().get(self.address, reading.name, reading.chunks, left)
+            self._replied_at = time.monotonic()
+            pieces.append(chunk[max(0, reading.skip - reading.seen) :])
+            reading.chunks += 1
+            reading.seen += chunk.shape[0]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class EdgeReceiver:
+    """Reads announced hidden states from the replicas that store them. Used by the engine's thread.
+
+    Args:
+        edge: name of the edge.
+        settings: connector of the edge. Each source has a consumer of its own.
+        timeout_s: seconds after which hidden states are lost, from their announcement or the source's last chunk.
+        wake: called in the threads of sources after each result.
+    """
+
+    def __init__(self, edge: str, settings: Connector, timeout_s: float, wake: Callable[[], None]) -> None:
+        self._edge = edge
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._wake = wake
+        self._results: deque[tuple[_Reading, int, torch.Tensor | Lost]] = deque()
+        self._readings: dict[str, tuple[_Source, _Reading]] = {}
+        self._received: dict[str, int] = {}  # hidden states that were read, by request
+        self._lost: set[str] = set()
+        self._sources: OrderedDict[str, _Source] = OrderedDict()  # by time of the last use
+
+    def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
+        """Begin to read the first `ref.count` hidden states of a request, without those that are read or being read.
+
+        After a failover `ref` has another source; hidden states that have arrived from the old source are skipped
+        there. After a loss the announcements of a request are ignored: the request ends.
+        """
+        known = self._readings.get(req_id)
+        if known is None or (known[0].address, known[1].name) != (ref.source, ref.name):
+            if known is not None:
+                self._end(*known)
+            skip = self._received.setdefault(req_id, 0)
+            known = self._readings[req_id] = self._source(ref.source), _Reading(req_id, ref.name, skip, skip)
+        source, reading = known
+        if ref.count > reading.announced and req_id not in self._lost:
+            reading.announced = ref.count
+            source.orders.put(_Read(reading, ref.count, time.monotonic()))
+
+    def arrivals(self) -> list[Arrival]:
+        """Return the results since the last call, in the order of each request's hidden states. Never waits."""
+        found = []
+        while self._results:
+            reading, count, result = self._results.popleft()
+            known = self._readings.get(reading.req_id)
+            if known is None or known[1] is not reading or reading.req_id in self._lost:
+                continue  # it has ended, has another source, or is lost
+            if isinstance(result, Lost):
+                self._lost.add(reading.req_id)
+            else:
+                self._received[reading.req_id] += result.shape[0]
+            found.append(Arrival(reading.req_id, count, result))
+        return found
+
+    def forget(self, req_id: str) -> None:
+        """End a request: free its hidden states here and at their source. Unknown ids are ignored."""
+        known = self._readings.pop(req_id, None)
+        if known is not None:
+            self._received.pop(req_id)
+            self._lost.discard(req_id)
+            self._end(*known)
+
+    def held(self) -> int:
+        """Return how many requests receive hidden states."""
+        return len(self._readings)
+
+    def close(self) -> None:
+        """End the threads, each after the order that it is working on."""
+        while self._sources:
+            self._sources.popitem()[1].orders.put(None)
+
+    def _source(self, address: str) -> _Source:
+        source = self._sources.get(address)
+        if source is None:
+            idle = [each for each in self._sources.values() if not each.readings]
+            for each in idle[: max(0, len(idle) - IDLE_SOURCES + 1)]:
+                self._sources.pop(each.address).orders.put(None)
+            source = _Source(address, lambda: self._settings.consumer(self._edge), self._timeout_s, self._arrived)
+            source.start(self._edge)
+            self._sources[address] = source
+        self._sources.move_to_end(address)
+        source.readings += 1
+        return source
+
+    def _end(self, source: _Source, reading: _Reading) -> None:
+        source.readings -= 1
+        source.orders.put(reading.name)
+
+    def _arrived(self, reading: _Reading, count: int, found: torch.Tensor | Lost) -> None:
+        self._results.append((reading, count, found))
+        self._wake()
