@@ -69,7 +69,7 @@ def request(name: str, key: str, given: StageInput) -> Request:
 
 
 class World:
-    """Requests of a scheduler whose hidden states are read when a test says so."""
+    """Requests of a scheduler whose hidden states are read when a test calls `arrive`."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler

@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 
 @dataclass
 class Replies:
-    """What the sources reply: chunks of one hidden state each, [its number], or an error, when they are `open`."""
+    """Replies of the sources: chunks of one hidden state each, [its number], or an error, when they are `open`."""
 
     open: dict[str, threading.Event] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)

@@ -93,10 +93,12 @@ class World:
 
     def _work(self, changes: StepChanges, spans: list[Span]) -> None:
         for name, (start, slots) in changes.restore.items():
-            part = self.exporter.restore(name, start, self.store.restore(slots))
-            if part is not None:
-                self.restored += len(part.hidden_states)
-                self.running[name].exported.append(part.hidden_states)
+            found = self.exporter.restore(name, start)
+            if found is not None:
+                part = self.store.restore(slots)[found[0] :]
+                assert len(part)
+                self.restored += len(part)
+                self.running[name].exported.append(part)
         rows = [hidden_of(self.running[s.req_id].prompt, s.start, s.start + s.count) for s in spans]
         hidden = torch.cat([torch.empty(0, 2, dtype=torch.long), *rows])
         cuts = self.exporter.cut(spans, hidden)

@@ -119,7 +119,13 @@ class Stats:
 
 
 class Producer(ABC):
-    """Stores the chunks that an edge sends, in one process. Used by one thread."""
+    """Stores the chunks that an edge sends, in one process. Used by one thread.
+
+    Attributes:
+        keeps_tensors: `put` may keep the tensor's memory; False: it copies the tensor.
+    """
+
+    keeps_tensors = True
 
     @property
     @abstractmethod

@@ -265,6 +265,14 @@ class Conformance:
         producer.put("a", 0, sent)
         assert torch.equal(consumer.get(producer.address, "a", 0, PATIENCE_S), sent)
 
+    def test_a_producer_that_copies_does_not_need_the_tensor_any_more(self, ends: tuple[Producer, Consumer]) -> None:
+        """With `keeps_tensors`, a caller whose memory is used again gives the producer a copy."""
+        producer, consumer = ends
+        borrowed = torch.arange(100)
+        producer.put("a", 0, borrowed.clone() if producer.keeps_tensors else borrowed)
+        borrowed.zero_()
+        assert torch.equal(consumer.get(producer.address, "a", 0, PATIENCE_S), torch.arange(100))
+
     def test_closing_leaves_nothing(self) -> None:
         threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
         made = connector(self.config)

@@ -279,6 +279,8 @@ class ArenaProducer(LinkedProducer):
         memory: the block of memory, a uint8 array.
     """
 
+    keeps_tensors = False
+
     def __init__(self, edge: str, config: ConnectorConfig, arena: Arena, memory: Any, **named: Any) -> None:
         self._arena, self.memory = arena, memory
         super().__init__(edge, config, **named)

@@ -98,7 +98,7 @@ class _Source:
                 continue
             try:
                 self._open().forget(self.address, order)
-            except Exception:  # nothing waits for it: the source drops what is not used
+            except Exception:  # nothing waits for it: the source drops unused hidden states
                 log.warning("Hidden states of %s were not freed at their source", order, exc_info=True)
         if self._consumer is not None:
             self._consumer.close()

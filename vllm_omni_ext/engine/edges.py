@@ -50,10 +50,13 @@ class EdgeSender:
         self._sent: dict[str, _Sent] = {}
         self._numbers = itertools.count()
 
-    def send(self, req_id: str, cut: ExportedSlice) -> HiddenStatesChunkReady | None:
+    def send(self, req_id: str, cut: ExportedSlice, *, borrowed: bool = False) -> HiddenStatesChunkReady | None:
         """Store the next hidden states of a request; return the message that announces them to the next stage.
 
         The result is None if the next stage has freed the request. A connector error is reported in the message.
+
+        Args:
+            borrowed: the memory of the hidden states is used again after this call.
         """
         sent = self._sent.get(req_id)
         if sent is None:  # a request id may be reused, a producer's name may not
@@ -61,7 +64,8 @@ class EdgeSender:
         source = ""
         try:
             source = self._open().address
-            self._open().put(sent.name, sent.chunks, cut.hidden_states)
+            rows = cut.hidden_states.clone() if borrowed and self._open().keeps_tensors else cut.hidden_states
+            self._open().put(sent.name, sent.chunks, rows)
         except Forgotten:
             return None
         except (ConnectorError, ValueError) as error:  # no space, or no address to listen on

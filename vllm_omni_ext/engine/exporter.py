@@ -64,26 +64,25 @@ class Exporter:
         if requested and (export is None or export.ranges != requested):
             self._open[req_id] = _Export(requested)
 
-    def drop(self, req_id: str) -> None:
-        """Remove a request (unknown ids are ignored: most requests export nothing)."""
-        self._open.pop(req_id, None)
+    def drop(self, req_id: str) -> bool:
+        """Remove a request; return whether it was known (most requests export nothing)."""
+        return self._open.pop(req_id, None) is not None
 
     def due(self, spans: Sequence[Span]) -> bool:
         """Return whether any of the spans contains a position that is to be exported and was not exported yet."""
         return any(span.req_id in self._open and self._open[span.req_id].due(span) for span in spans)
 
-    def restore(self, req_id: str, until: int, kept: torch.Tensor) -> ExportedSlice | None:
-        """Export the positions before `until` from kept hidden states; return None if all were exported before.
+    def restore(self, req_id: str, until: int) -> tuple[int, bool] | None:
+        """Count the positions before `until` as exported: their hidden states are kept.
 
-        Args:
-            kept: [count, width], the hidden states of all exported positions before `until`.
+        Returns:
+            index of the first one that was not exported before, among all hidden states that the request exports, and
+            whether it exports no further ones; None if all were exported before.
         """
         export = self._open[req_id]
         first = export.before(export.done)
         export.done = max(export.done, until)
-        if first == len(kept):
-            return None
-        return ExportedSlice(first, kept[first:], export.whole)
+        return None if first == export.before(until) else (first, export.whole)
 
     def rows(self, req_id: str, start: int, stop: int) -> slice:
         """Return the indices of positions [start, stop) among all hidden states that a request exports."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,12 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm_omni_ext.engine.alone import alone
 from vllm_omni_ext.engine.edge_receiver import Lost
 from vllm_omni_ext.engine.edges import edge_sender
+from vllm_omni_ext.engine.export_queue import ExportQueue, Restored, StepExports
 from vllm_omni_ext.engine.exported_layer import EXPORTED_LAYER, ExportedLayer
 from vllm_omni_ext.engine.exporter import ExportedSlice, Exporter
+from vllm_omni_ext.engine.host_copies import CudaStreams, HostCopies
 from vllm_omni_ext.engine.input_provider import Ended, StreamingInputModel, spans_of
-from vllm_omni_ext.engine.kept_exports import KeptHiddenStates, StepChanges
+from vllm_omni_ext.engine.kept_exports import StepChanges
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
@@ -50,23 +51,25 @@ logger = init_logger(__name__)
 
 
 class WithOutputs(AsyncModelRunnerOutput):
-    """Adds tensors by request to an asynchronous runner output, which is copied to the host in `get_output`."""
+    """Adds tensors by request to an asynchronous runner output, which is copied to the host in `get_output`.
 
-    def __init__(self, inner: AsyncModelRunnerOutput, outputs: dict[str, torch.Tensor]) -> None:
+    Args:
+        outputs: returns the tensors; called in `get_output`, in which it may wait.
+    """
+
+    def __init__(self, inner: AsyncModelRunnerOutput, outputs: Callable[[], dict[str, torch.Tensor]]) -> None:
         self._inner = inner
         self._outputs = outputs
 
     def get_output(self) -> ModelRunnerOutput:
-        return with_outputs(self._inner.get_output(), self._outputs)
+        out = self._inner.get_output()
+        return with_outputs(out, self._outputs())
 
 
 def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
     """Attach tensors by request to a runner output; vLLM sends them as `EngineCoreOutput.pooling_output`."""
-    if not outputs:
-        return out
-    if isinstance(out, AsyncModelRunnerOutput):
-        return WithOutputs(out, outputs)
-    out.pooler_output = [outputs.get(req_id) for req_id in out.req_ids]
+    if outputs:
+        out.pooler_output = [outputs.get(req_id) for req_id in out.req_ids]
     return out
 
 
@@ -230,7 +233,8 @@ def _without_draws(runner: Any) -> Iterator[None]:
 class HiddenStatesExportWorker(StageWorker):
     """Exports hidden states of chosen prompt positions to the next stage and attaches their address to the output.
 
-    Steps without exporting requests run as in vLLM's worker. `additional_config["exported_layer"]` of the engine sets
+    Steps without exporting requests run as in vLLM's worker. No step waits for the copy of hidden states to the host or
+    for the connector: `ExportQueue` has a thread for both. `additional_config["exported_layer"]` of the engine sets
     the layer. A subclass may override `layer_to_export` to read the layer from the checkpoint's config, or to
     export the model's output.
     """
@@ -243,8 +247,7 @@ class HiddenStatesExportWorker(StageWorker):
         self._exporter = Exporter()
         self._layer: ExportedLayer | None = None
         self._sender = edge_sender(self.vllm_config.additional_config, self.edge)
-        self._kept = KeptHiddenStates()
-        self._exported: dict[str, torch.Tensor] = {}
+        self._queue = ExportQueue(self._sender, HostCopies(None))
 
     def layer_to_export(self) -> int | None:
         """Return the number of layers after which the hidden states are taken, 0 = the input embeddings.
@@ -262,12 +265,13 @@ class HiddenStatesExportWorker(StageWorker):
     def load_model(self, **kwargs: Any) -> None:
         """Load the model, and prepare the exported layer before the model is compiled or captured."""
         layer = self.layer_to_export()
-        if layer is None:
-            super().load_model(**kwargs)
-            return
-        self.vllm_config.additional_config = {**self.vllm_config.additional_config, EXPORTED_LAYER: layer}
+        if layer is not None:
+            self.vllm_config.additional_config = {**self.vllm_config.additional_config, EXPORTED_LAYER: layer}
         super().load_model(**kwargs)
-        self._layer = ExportedLayer(self.model_runner, self.vllm_config, layer)
+        if layer is not None:
+            self._layer = ExportedLayer(self.model_runner, self.vllm_config, layer)
+        if current_platform.is_cuda_alike() and _answers():
+            self._queue = ExportQueue(self._sender, HostCopies(CudaStreams(self.device)))
 
     def handoff_steps(self) -> int:
         """Return the number of steps in which this worker exported hidden states (read through `collective_rpc`)."""
@@ -275,22 +279,19 @@ class HiddenStatesExportWorker(StageWorker):
 
     def forget_hidden_states(self, names: Sequence[str]) -> None:
         """Free hidden states, by their names, that no stage will receive (called through `collective_rpc`)."""
-        self._sender.forget(names)
+        self._queue.forget(names)
 
     def hidden_states_held(self) -> int | None:
         """Return the number of requests with stored hidden states; None before the first (through `collective_rpc`)."""
-        return self._sender.held()
+        return self._queue.held()
 
     def hidden_states_kept(self) -> int:
         """Return the number of prompt blocks whose hidden states are kept for later prompts (`collective_rpc`)."""
-        return len(self._kept)
+        return self._queue.kept()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step; a step with hidden states to export also computes the exported layer's output."""
-        for req_id in scheduler_output.finished_req_ids:
-            self._exporter.drop(req_id)
-            self._sender.ended(req_id)
-        self._sender.forget(getattr(scheduler_output, "orphaned", ()))
+        ended = [req_id for req_id in scheduler_output.finished_req_ids if self._exporter.drop(req_id)]
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.extra_args:
                 self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
@@ -302,17 +303,30 @@ class HiddenStatesExportWorker(StageWorker):
         else:
             out, slices = super().execute_model(scheduler_output), {}
         if _answers():
-            self._send(restored, slices, changes)
-        self._kept.free(changes.free)
+            orphaned = getattr(scheduler_output, "orphaned", ())
+            self._queue.submit(
+                StepExports(ended, orphaned, restored, slices, self._rows_to_keep(slices, changes), changes.free)
+            )
         return out
 
-    def _restore(self, changes: StepChanges) -> dict[str, ExportedSlice]:
+    def _restore(self, changes: StepChanges) -> dict[str, Restored]:
         """Return, by request, the exported hidden states that are read from kept blocks instead of being computed."""
         restored = {}
         for req_id, (start, slots) in changes.restore.items():
-            kept = self._kept.restore(slots) if _answers() else torch.empty(0)
-            restored[req_id] = self._exporter.restore(req_id, start, kept)
-        return {req_id: each for req_id, each in restored.items() if each is not None}
+            if (found := self._exporter.restore(req_id, start)) is not None:
+                restored[req_id] = Restored(found[0], slots, found[1])
+        return restored
+
+    def _rows_to_keep(
+        self, computed: dict[str, ExportedSlice], changes: StepChanges
+    ) -> dict[str, list[tuple[slice, int]]]:
+        """Return, by request, the rows of its computed hidden states that are kept, with their slots."""
+        keep: dict[str, list[tuple[slice, int]]] = {}
+        for req_id, new in computed.items():
+            for start, stop, slot in changes.keep.get(req_id, ()):
+                rows = self._exporter.rows(req_id, start, stop)
+                keep.setdefault(req_id, []).append((slice(rows.start - new.first, rows.stop - new.first), slot))
+        return keep
 
     def _execute_exporting(self, step: SchedulerOutput) -> tuple[Any, dict[str, ExportedSlice]]:
         runner, layer = self.model_runner, self._layer
@@ -323,31 +337,14 @@ class HiddenStatesExportWorker(StageWorker):
         order = list(state.input_batch.req_ids) if hasattr(state, "input_batch") else _v1_order(runner)
         return out, self._exporter.cut(spans_of(order, step), hidden)
 
-    def _send(
-        self, restored: dict[str, ExportedSlice], computed: dict[str, ExportedSlice], changes: StepChanges
-    ) -> None:
-        for req_id in restored.keys() | computed.keys():
-            parts = changes.keep.get(req_id, ())
-            new = computed.get(req_id)
-            if new is not None and parts:  # one copy from the device for both uses
-                new = replace(new, hidden_states=new.hidden_states.cpu())
-                for start, stop, slot in parts:
-                    rows = self._exporter.rows(req_id, start, stop)
-                    self._kept.keep(slot, new.hidden_states[rows.start - new.first : rows.stop - new.first])
-            both = [each for each in (restored.get(req_id), new) if each is not None]
-            message = self._sender.send(req_id, both[0] if len(both) == 1 else _joined(*both))
-            if message is not None:
-                self._exported[req_id] = pack(message)
-
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, and attach the messages about the hidden states that this step exported."""
-        exported, self._exported = self._exported, {}
-        return with_outputs(super().sample_tokens(grammar_output), exported)
-
-
-def _joined(kept: ExportedSlice, new: ExportedSlice) -> ExportedSlice:
-    rows = torch.cat([kept.hidden_states, new.hidden_states.cpu()])
-    return ExportedSlice(kept.first, rows, last=new.last)
+        """Sample, and attach the messages about the hidden states that this step exported, when they are stored."""
+        out, exported = super().sample_tokens(grammar_output), self._queue.take()
+        if exported is None:
+            return out
+        if isinstance(out, AsyncModelRunnerOutput):
+            return WithOutputs(out, exported)
+        return with_outputs(out, exported())
 
 
 def _answers() -> bool:
