@@ -35,6 +35,7 @@ from benchmarks.tool.suite import (
     prefill_decode,
     replicas,
     silence,
+    speakers,
     startup,
 )
 
@@ -141,6 +142,10 @@ ONE = {"seconds": 10, "ended": 20, "first_token": [0.1], "first_sound": [0.2]}
 SEEN = {"writers": {"first": [0.1], "gaps": [0.01]}, "readers": {"first": [0.3], "gaps": []}}
 ROLES = {"2 do both": SEEN, "1 prefills, 1 decodes": SEEN, "copy_bytes_s": 1.0}
 LATE, EARLY = [{"late_s": 0.1, "first_s": 0.05}], [{"late_s": 0.0, "first_s": 0.06}]
+SPOKEN = [
+    {"speakers": 32, "answers": [3.0], "answer_device": 2.0, "intervals": [0.04], "device": [0.02], "own_cpu": 0.2}
+    | {"steps": 100}
+]
 ORDERS = [["fcfs", 1, 4, LATE], ["fcfs", 2, 4, LATE], ["priority", 2, 4, EARLY]]
 
 
@@ -155,6 +160,7 @@ ORDERS = [["fcfs", 1, 4, LATE], ["fcfs", 2, 4, LATE], ["priority", 2, 4, EARLY]]
         (api_servers, [served("ours", 0.1), served("stock vLLM", 0.2)], [0.5, 1.0, 1.0, 1.0]),
         (layouts, {"1": [ONE], "2": [ONE | {"ended": 40}, ONE | {"first_token": [0.1, 0.2]}]}, [1.5, 1.0, 1.0]),
         (silence, ORDERS, [0.0, 1.2]),
+        (speakers, SPOKEN, [1.5, 2.0, 0.1]),
         (prefill_decode, ROLES, [1.0, 1.0, 1.0]),
     ],
 )

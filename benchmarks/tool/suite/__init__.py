@@ -14,10 +14,11 @@ from benchmarks.tool.suite import (
     prefill_decode,
     replicas,
     silence,
+    speakers,
     startup,
 )
 
 _modules = (
-    startup, memory, handoff, first_audio, silence, overhead, replicas, layouts, api_servers, prefill_decode,
+    startup, memory, handoff, first_audio, silence, overhead, replicas, layouts, speakers, api_servers, prefill_decode,
 )  # fmt: skip
 BENCHMARKS: dict[str, ModuleType] = {module.DESCRIPTION.name: module for module in _modules}
