@@ -85,8 +85,6 @@ def test_voices(runtime: Qwen2_5OmniRuntime) -> None:
         ({"modalities": ("video",)}, "modalities"),
         ({"modalities": ()}, "modalities"),
         ({"fields": {"voice": "nobody"}}, "voice"),
-        ({"chunks": {"words": [1]}}, "chunks.words"),
-        ({"chunks": {"frames": [-1]}}, "chunks.frames"),
     ],
 )
 def test_wrong_options_are_named(changed: dict[str, Any], parameter: str, runtime: Qwen2_5OmniRuntime) -> None:
