@@ -38,7 +38,7 @@ ENGINES: dict[str, dict[str, Any]] = {"whole prompts": {}, "chunks": {"max_num_b
 
 
 def engine(checkpoint: Path, **given: Any) -> Any:
-    """An engine with the arguments that a replica of `ar` gets."""
+    """An engine with the arguments that a replica of `ar` gets, and vLLM's worker."""
     from vllm import LLM, EngineArgs, ModelRegistry
 
     from vllm_omni_ext.cli.settings import from_kwargs
@@ -48,6 +48,7 @@ def engine(checkpoint: Path, **given: Any) -> Any:
     for architecture, target in FAMILY.pipeline().stage("ar").models.items():
         ModelRegistry.register_model(architecture, target)
     args = stage_engine_args(from_kwargs(str(checkpoint), **given), ReplicaId("ar", 0))
+    args.worker_cls = "auto"  # StageWorker's process groups are one group, which vLLM's shutdown destroys once for each
     names = {field.name for field in dataclasses.fields(EngineArgs) if field.init}
     return LLM(**{name: value for name, value in vars(args).items() if name in names})
 
