@@ -238,6 +238,17 @@ async def test_an_unclaimed_prompt_is_freed_when_decode_replicas_die_before_they
     await world.end()
 
 
+async def abort_a(world: World, unread: int, ticks: int) -> None:
+    """Abort request "a" with unread outputs of the prefill replica, and check that "b" is answered."""
+    for _ in range(unread):
+        world.engines[P0].step()
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    await world.orchestrator.abort(["a"])
+    await world.run()
+    world.check("b")
+
+
 @pytest.mark.parametrize("sound", [False, True])
 @pytest.mark.parametrize("at", range(STEPS))
 async def test_an_abort_at_any_moment_leaves_nothing(at: int, sound: bool) -> None:
@@ -247,14 +258,8 @@ async def test_an_abort_at_any_moment_leaves_nothing(at: int, sound: bool) -> No
         await world.start("a", sound=sound)
         await world.start("b")
         await world.rounds(at)
+        await abort_a(world, unread, ticks)
         prefill = world.engines[P0]
-        for _ in range(unread):
-            prefill.step()
-        for _ in range(ticks):
-            await asyncio.sleep(0)
-        await world.orchestrator.abort(["a"])
-        await world.run()
-        world.check("b")
         assert prefill.kept == {} and prefill.hidden_states == {}
         await world.end()
 
@@ -342,15 +347,8 @@ async def test_an_abort_of_a_prompt_of_a_flow_leaves_nothing(at: int) -> None:
         world = World(prefill=1)
         await world.plan(*"ab")
         await world.rounds(at)
-        prefill = world.engines[P0]
-        for _ in range(unread):
-            prefill.step()
-        for _ in range(ticks):
-            await asyncio.sleep(0)
-        await world.orchestrator.abort(["a"])
-        await world.run()
-        world.check("b")
-        assert prefill.kept == {}
+        await abort_a(world, unread, ticks)
+        assert world.engines[P0].kept == {}
         await world.end()
 
 

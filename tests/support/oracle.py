@@ -78,6 +78,12 @@ class Prompts:
         return dict(batch)
 
 
+def digest(model_dir: str | Path) -> str:
+    """Return the digest of a checkpoint's weights."""
+    weights = sorted(Path(model_dir).glob("*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
+
+
 class Oracle(Prompts):
     """A checkpoint in Transformers on the CPU in float32.
 
@@ -86,8 +92,7 @@ class Oracle(Prompts):
     """
 
     def __init__(self, model_dir: str | Path) -> None:
-        weights = sorted(Path(model_dir).glob("*.safetensors"))
-        self.checkpoint = hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
+        self.checkpoint = digest(model_dir)
         self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
         # In Transformers 5.19 the talker's get_rope_index reads an audio_config that only the thinker's configuration
         # has: without this line, generate() fails for audio together with an image or video.

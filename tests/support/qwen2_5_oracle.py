@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
 
 from tests.support.media import Message
-from tests.support.oracle import Golden, Prompts, one_thread, recorder
+from tests.support.oracle import Golden, Prompts, digest, one_thread, recorder
 
 
 class Oracle(Prompts):
@@ -27,8 +26,7 @@ class Oracle(Prompts):
     """
 
     def __init__(self, model_dir: str | Path) -> None:
-        weights = sorted(Path(model_dir).glob("*.safetensors"))
-        self.checkpoint = hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
+        self.checkpoint = digest(model_dir)
         self.model = Qwen2_5OmniForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
         self.processor = Qwen2_5OmniProcessor.from_pretrained(model_dir)
         self.eos_ids = json.loads((Path(model_dir) / "generation_config.json").read_text())["eos_token_id"]

@@ -88,7 +88,7 @@ class InputProvider(Protocol):
     ) -> Sequence[torch.Tensor | Ended | None]:
         """Return the output tensor of each request for its sampled tokens, or None for no output.
 
-        An `Ended` ends the request after this step, whatever the sampled token is. A request of which this step has
+        An `Ended` ends the request after this step; the sampled token does not matter. A request of which this step has
         computed only a part of the prompt has no sampled token. With tensor parallelism each rank must return the same.
 
         Args:
