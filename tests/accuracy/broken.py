@@ -114,6 +114,12 @@ FAULTS = {
 }
 
 
+SENT: Mapping[str, Mapping[str, Any]] = {
+    last_chunk_dropped.__name__: {"chunks": {"frames": [4, 25], "adaptive": False}},
+}
+"""Fields of the requests with which a fault is looked for: the size of a last chunk must not depend on the load."""
+
+
 def answers_of(server: Server, asked: Sequence[Case], **extra: Any) -> dict[str, Answer]:
     """Return the answers of a server, several requests at once; `extra` fields are sent with each."""
     return asyncio.run(ask_all(server.base_url, MODEL, asked, **extra))
@@ -121,9 +127,10 @@ def answers_of(server: Server, asked: Sequence[Case], **extra: Any) -> dict[str,
 
 def answers_with(fault: str, checkpoint: Path, log: Path, asked: Sequence[Case]) -> dict[str, Answer]:
     """Return the answers of a deployment with a fault; needs `preloaded.starts`."""
-    change = mock.patch.dict(os.environ, {preloaded.CHANGE: f"{HERE}:{FAULTS[fault].__name__}"})
+    name = FAULTS[fault].__name__
+    change = mock.patch.dict(os.environ, {preloaded.CHANGE: f"{HERE}:{name}"})
     with change, Server(checkpoint, log, LENGTH) as server:
-        return answers_of(server, asked)
+        return answers_of(server, asked, **SENT.get(name, {}))
 
 
 def others(answers: Mapping[str, Answer], usual: Mapping[str, Answer]) -> list[str]:

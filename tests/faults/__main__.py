@@ -1,6 +1,6 @@
 """Makes the faults of the table one at a time, in a copy of this repository, and runs the tests that must fail.
 
-    .venv/bin/python -m tests.faults                       all faults (40 to 60 minutes)
+    .venv/bin/python -m tests.faults                       all faults (MINUTES minutes)
     .venv/bin/python -m tests.faults --suite quick         those that `make quick` finds
     .venv/bin/python -m tests.faults NAME ...              some of them
     .venv/bin/python -m tests.faults --tests PATH NAME     other tests than those of the table
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.table import ROOT, Fault, read
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=("quick", "test", "all"), help="only faults of this suite")
     parser.add_argument("--tests", action="append", metavar="PATH", help="tests to run instead of the table's")
     parser.add_argument("--sound", action="store_true", help="do not run the tests without a fault first")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in a copy of its own (2)")
     options = parser.parse_args()
     faults = {fault.name: fault for fault in read()}
     if unknown := set(options.names) - faults.keys():
@@ -39,34 +42,43 @@ def main() -> int:
     chosen = [faults[name] for name in options.names] or list(faults.values())
     chosen = [fault for fault in chosen if options.suite in (None, fault.suite)]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        return run(chosen, Path(folder) / "copy", options.tests, sound=options.sound)
+        copies = [Path(folder) / f"copy-{job}" for job in range(min(options.jobs, len(chosen)))]
+        return run(chosen, copies, options.tests, sound=options.sound)
 
 
-def run(faults: list[Fault], copy: Path, tests: list[str] | None, *, sound: bool) -> int:
+def run(faults: list[Fault], copies: list[Path], tests: list[str] | None, *, sound: bool) -> int:
     """Run the tests of all faults without a fault, then with each of them; returns the exit status."""
-    copy_repository(copy)
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy in copies:
+        copy_repository(copy)
+        free.put(copy)
     wanted = sorted({test for fault in faults for test in tests or fault.tests})
-    if not sound and pytest(copy, wanted) != (PASSED, ""):
+    if not sound and pytest(copies[0], wanted, "-n", str(len(copies))) != (PASSED, ""):
         print(f"These tests fail without a fault: {' '.join(wanted)}")
         return 1
-    missed = []
-    for fault in faults:
-        began = time.monotonic()
+
+    def is_found(fault: Fault) -> bool:
+        began, copy = time.monotonic(), free.get()
         file = copy / fault.file
         text = file.read_text()
         file.write_text(fault.changed(text))
         status, failed = pytest(copy, tests or fault.tests)
         file.write_text(text)
+        free.put(copy)
         found = {PASSED: "MISSED", FAILED: f"found by {failed}"}.get(status, f"pytest ended with {status}")
         print(f"{fault.name} ({fault.suite}, {time.monotonic() - began:.0f} s): {found}", flush=True)
-        missed += [] if status == FAILED else [fault.name]
+        return status == FAILED
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        missed = [fault.name for fault, found in zip(faults, pool.map(is_found, faults), strict=True) if not found]
     print(f"{len(faults) - len(missed)} of {len(faults)} faults found" + f"; not: {', '.join(missed)}" * bool(missed))
     return 1 if missed else 0
 
 
-def pytest(copy: Path, tests: list[str]) -> tuple[int, str]:
+def pytest(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
     """Run tests in the copy until one fails; returns pytest's exit status and the test that failed."""
-    command = [str(copy / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+    python, quiet = str(copy / ".venv/bin/python"), ["-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    command = [python, "-m", "pytest", *quiet, *options, *tests]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
     ended = subprocess.run(
         command, cwd=copy, env=clean | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True

@@ -99,20 +99,21 @@ def check(output: Any, expected: Golden) -> None:
 
 
 def answer(omni: Any, oracle: Oracle, names: list[str], chunks: Mapping[str, Any] | None = None) -> list[Any]:
-    by_voice: dict[str, list[str]] = {}
-    for name in names:
-        by_voice.setdefault(CASES[name].voice, []).append(name)
-    outputs = {}
-    for voice, group in by_voice.items():
+    by_voice: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        by_voice.setdefault(CASES[name].voice, []).append(at)
+    outputs: dict[int, Any] = {}
+    for voice, places in by_voice.items():
+        group = [CASES[names[at]] for at in places]
         got = omni.generate(
-            [prompt(oracle, CASES[name]) for name in group],
-            [sampling(CASES[name]) for name in group],
+            [prompt(oracle, case) for case in group],
+            [sampling(case) for case in group],
             voice=voice,
             chunks=chunks,
             use_tqdm=False,
         )
-        outputs.update(zip(group, got, strict=True))
-    return [outputs[name] for name in names]
+        outputs.update(zip(places, got, strict=True))
+    return [outputs[at] for at in range(len(names))]
 
 
 @pytest.mark.parametrize("name", CASES)
