@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness
+from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness, has_unread_input
 
 LISTEN = """
 import zmq
@@ -48,3 +48,19 @@ async def test_peer_is_dead_where_no_process_listens() -> None:
     lines = PeerLiveness()
     await asyncio.wait_for(lines.gone(address), SOON_S)
     lines.close()
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_data_of_a_closed_connection_is_unread_until_it_is_read(accepted: bool) -> None:
+    """Also that of a connection which this process has not accepted yet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver = server.accept()[0] if accepted else None
+        sender.sendall(b"blocks")
+        assert not has_unread_input()
+        sender.close()
+        assert has_unread_input()
+        receiver = receiver or server.accept()[0]
+        assert receiver.recv(6) == b"blocks" and has_unread_input()
+        receiver.close()
+        assert not has_unread_input()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 import queue
@@ -191,6 +192,24 @@ async def test_a_transfer_fails_after_the_timeout_and_is_settled_later(monkeypat
         await advance(decode_worker.SETTLE_S)
     assert receiver.settled_now() == [("a", "ta")]
     assert not receiver._pulls
+
+
+@pytest.mark.parametrize(("unread_s", "settled_s"), [(0.5, 1), (2.5, 3), (1e9, 60)])
+async def test_a_failed_transfer_is_settled_when_the_data_of_its_sender_is_read(
+    unread_s: float, settled_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, wanted = Receiver(), metas("a")
+    with stopped_clock() as advance:
+        now = asyncio.get_running_loop().time
+        began = now()
+        monkeypatch.setattr(decode_worker, "has_unread_input", lambda: now() < began + unread_s)
+        await begin(receiver, wanted, monkeypatch)
+        receiver._handle_failed_recv(wanted, ["a"], "the sender has ended")
+        receiver._report(receiver._pulls.answer([("a", "ta")]))
+        for _ in range(settled_s):
+            assert receiver.settled_now() == []
+            await advance(decode_worker.SETTLE_S)
+        assert receiver.settled_now() == [("a", "ta")]
 
 
 @pytest.mark.parametrize("first", ["sent", "failed", "late"])

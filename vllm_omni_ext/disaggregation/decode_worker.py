@@ -20,13 +20,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from vllm_omni_ext.disaggregation.block_hold import Settled
-from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness
+from vllm_omni_ext.disaggregation.peer_liveness import PeerLiveness, has_unread_input
 from vllm_omni_ext.disaggregation.pending_transfers import PendingTransfers, Transfer
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""Seconds that sent data may stay in this host's buffers after the sender has failed or ended."""
+"""Seconds that sent data may be on its way after the sender has failed or ended, and pause between two looks at it."""
+
+MOST_SETTLE_S = 60.0
+"""Seconds after which a failed transfer is settled in any case, so that no connection keeps its blocks for ever."""
 
 Metas = dict[str, PullReqMeta]
 """vLLM's metadata of the pulls from one prefill replica, by request id in that replica."""
@@ -144,7 +147,19 @@ class ReceiveMixin(MooncakeConnectorWorker):
         good, failed = settled
         self._put(good)
         if failed:
-            asyncio.get_running_loop().call_later(SETTLE_S, self._put, failed)
+            loop = asyncio.get_running_loop()
+            loop.call_later(SETTLE_S, self._put_failed, failed, loop.time() + MOST_SETTLE_S)
+
+    def _put_failed(self, transfers: list[Transfer], latest: float) -> None:
+        """Report failed transfers as settled, later if data of an ended sender is not written yet."""
+        loop = asyncio.get_running_loop()
+        if not has_unread_input():
+            self._put(transfers)
+        elif loop.time() < latest:
+            loop.call_later(SETTLE_S, self._put_failed, transfers, latest)
+        else:
+            log.error("a closed connection to this worker is not read; the blocks of %s are freed", transfers)
+            self._put(transfers)
 
     def _put(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:

@@ -1,8 +1,8 @@
 """Detects the end of a prefill worker's process through an otherwise unused connection to it.
 
 The operating system closes the connections of a process that ends, but not those of a process that is only stopped or
-busy. So a closed connection proves that no write can follow, and silence does not. Keep-alive probes detect a host
-that is down; the operating system of a stopped process still answers them.
+busy. So a closed connection proves that the process sends no more, and silence does not. Keep-alive probes detect a
+host that is down; the operating system of a stopped process still answers them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import psutil
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -21,6 +22,18 @@ KEEPALIVE_EVERY_S = 5
 KEEPALIVE_PROBES = 3
 
 ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+def has_unread_input() -> bool:
+    """Return whether an ended process has sent data to this process that may not be read yet.
+
+    The operating system keeps a connection that its other end has closed (CLOSE_WAIT) until this process has read its
+    data and closes it. Only connections to this process's listening ports count.
+    """
+    ports = {own.laddr.port for own in psutil.Process().net_connections("tcp") if own.status == psutil.CONN_LISTEN}
+    return any(
+        each.status == psutil.CONN_CLOSE_WAIT and each.laddr.port in ports for each in psutil.net_connections("tcp")
+    )
 
 
 class PeerLiveness:
