@@ -12,13 +12,13 @@ from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen2_5_omni.reach import MOST_WINDOW_FRAMES, reach
-from vllm_omni_ext.model_plugins.qwen3_omni.facts import (
+from vllm_omni_ext.model_plugins.qwen_omni.facts import (
     CONVOLUTION_BYTES,
     ENCODER_PIECES,
     LARGEST_IMAGE_PIXELS,
     MOST_VIDEO_FRAME_PAIRS,
+    described,
 )
-from vllm_omni_ext.model_plugins.qwen_omni.facts import described
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
 QUANTIZED = r"thinker\.model\.layers\..*\.(mlp|self_attn)\..*_proj\."

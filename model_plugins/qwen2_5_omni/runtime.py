@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import (
@@ -26,64 +24,43 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES
 from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
 from vllm_omni_ext.model_plugins.qwen2_5_omni.voice import TOKEN2WAV
 from vllm_omni_ext.model_plugins.qwen_omni.requests import (
-    MOST_SPEECH_TOKENS,
     SAMPLE_RATE_HZ,
     VOICE,
     ReadAloud,
     SpeakingRuntime,
-    position_model,
     too_long,
 )
 from vllm_omni_ext.plugins.flow import ForwardFlow
-from vllm_omni_ext.plugins.runtime import Capabilities, Planned, Rendered, RequestOptions, RuntimeContext
+from vllm_omni_ext.plugins.runtime import Planned, Rendered, RequestOptions, RuntimeContext
 from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
 
 OPENAI_VOICES = {
     **dict.fromkeys(("alloy", "ballad", "coral", "fable", "marin", "nova", "sage", "shimmer"), "chelsie"),
     **dict.fromkeys(("ash", "cedar", "echo", "onyx", "verse"), "ethan"),
 }
-"""Speaker of the released checkpoint for each OpenAI voice name, for clients that send only OpenAI's names."""
 
 
 class Qwen2_5OmniRuntime(SpeakingRuntime):
     """Checks the requests of one checkpoint, and creates their flows."""
 
+    text_stages = frozenset({THINKER})
+    spoken_stages = SpeechFlow.stages
+    aloud_stages = ReadAloudFlow.stages
     preferred_voice = "Chelsie"  # Transformers' default speaker
+    openai_voices = OPENAI_VOICES
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
-        self._config = config
-        self._chunks: dict[str, Any] = {**context.chunks, ADAPTIVE: context.chunks.get(ADAPTIVE, True)}
-        self._limits = context.limits
         self._token2wav = msgspec.convert(dict(context.defaults.get(TOKEN2WAV, {})), Token2WavParams)
-        self._speaks = bool(config.enable_audio_output)
-        self._speakers: dict[str, tuple[str, int]] = {}
-        if self._speaks:
+        self._speakers: dict[str, int] = {}
+        if config.enable_audio_output:
             model = context.model_config
             found = speakers_of(model.model, model.revision)
-            self._speakers = {name.lower(): (name, int(speaker["bos_token"])) for name, speaker in found.items()}
+            self._speakers = {name: int(speaker["bos_token"]) for name, speaker in found.items()}
             self._ids = CodecIds.of(config)
         thinker = config.thinker_config
         self._media = frozenset((thinker.audio_token_index, thinker.image_token_index, thinker.video_token_index))
-        self._positions: Any = None
-
-    @property
-    def voices(self) -> tuple[str, ...]:
-        """Names of the speakers, sorted."""
-        return tuple(sorted(name for name, _ in self._speakers.values()))
-
-    def speaker(self, voice: str | None) -> str | None:
-        """Return the speaker for a request's voice, a speaker's name or a key of `OPENAI_VOICES`; None if unknown.
-
-        The case of a name does not matter. The default speaker is returned for None, and for an OpenAI name whose
-        speaker the checkpoint lacks.
-        """
-        name = (self.default_voice if voice is None else voice).lower()
-        if name in self._speakers:
-            return self._speakers[name][0]
-        if name not in OPENAI_VOICES or not self._speakers:
-            return None
-        return self._speakers.get(OPENAI_VOICES[name], (self.default_voice, 0))[0]
+        super().__init__(context, self._speakers)
 
     @property
     def most_codes(self) -> int:
@@ -91,21 +68,10 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         dit = self._config.token2wav_config.dit_config
         return min(self._limits[TOKEN2WAV], int(dit.max_position_embeddings) // int(dit.repeats))
 
-    def capabilities(self) -> Capabilities:
-        """Return the output modalities: text, and sound if the checkpoint has a talker."""
-        text = frozenset({THINKER})
-        if not self._speaks:
-            return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text})
-        return Capabilities(
-            modalities=(TEXT, AUDIO),
-            default_modalities=(TEXT, AUDIO),
-            routes={TEXT: text, AUDIO: SpeechFlow.stages, "speech": ReadAloudFlow.stages},
-            card={
-                "voices": list(self.voices),
-                "default_voice": self.default_voice,
-                MOST_SPEECH_TOKENS: self._limits[THINKER],
-            },
-        )
+    @property
+    def most_speech_tokens(self) -> int:
+        """The thinker reads the text."""
+        return self._limits[THINKER]
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Return the flow and the limits of a request; a request for text alone exports no hidden states.
@@ -142,7 +108,7 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         return SpeechPlan(
             prompt=prompt,
             media=self._media,
-            voice=self._speakers[voice.lower()][1],
+            voice=self._speakers[voice],
             ids=self._ids,
             utterance=Utterance(speaker=voice, params=params),
             delay=self._delay(params),
@@ -178,17 +144,11 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
             )
         return min(left, most)
 
-    def decode(self, stage: str, tensor: Any) -> Any:
-        """Return a stage's output tensor unchanged: sound of token2wav."""
-        return tensor
-
     def _talker_positions(self, request: Rendered) -> bytes:
         """Return the M-RoPE positions of the talker's prompt: those of the thinker's, then those of two text tokens."""
-        if self._positions is None:
-            from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+        from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 
-            self._positions = position_model(Qwen2_5OmniThinkerForConditionalGeneration, self._config)
-        thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
+        thinker = self.thinker_positions(Qwen2_5OmniThinkerForConditionalGeneration, request)
         after = int(thinker.max()) + 1
         header = np.broadcast_to(np.arange(after, after + HEADER), (3, HEADER))
-        return np.ascontiguousarray(np.concatenate([thinker.numpy(), header], axis=1), dtype=np.int32).tobytes()
+        return np.ascontiguousarray(np.concatenate([thinker, header], axis=1), dtype=np.int32).tobytes()

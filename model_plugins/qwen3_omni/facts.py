@@ -2,8 +2,7 @@
 
 Activations are the tensors that are alive at the same time in the largest layer, counted by hand from vLLM's and this
 package's code. The counts of the vision encoder and of the vocoder were compared with the live tensors of a run on a
-CPU. The sums were compared with the processes of a run on one H200 (docs/gpu.md); `ENCODER_PIECES` and
-`CONVOLUTION_BYTES` come from that run.
+CPU. The sums were compared with the processes of a run on one H200 (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -13,7 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.model_plugins.qwen_omni.facts import described
+from vllm_omni_ext.model_plugins.qwen_omni.facts import (
+    CONVOLUTION_BYTES,
+    ENCODER_PIECES,
+    LARGEST_IMAGE_PIXELS,
+    MOST_VIDEO_FRAME_PAIRS,
+    described,
+)
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
 QUANTIZED = r"thinker\.model\..*\.(mlp\.experts|self_attn\.._proj)\."
@@ -34,12 +39,6 @@ WEIGHTS = {
     "code2wav": (WeightPart(names=r"code2wav\.", split=False),),
 }
 """Tensors of each stage by name; each tensor belongs to the first entry that matches."""
-
-LARGEST_IMAGE_PIXELS = 12_845_056
-"""`max_pixels` of the released `preprocessor_config.json`."""
-
-MOST_VIDEO_FRAME_PAIRS = 7
-"""vLLM profiles a video of at most 14 frames (`qwen2_vl._MAX_FRAMES_PER_VIDEO`), two frames in one row of patches."""
 
 FRAMES_IN_FLIGHT = 256
 """Frames that the vocoder decodes in one pass (`vocoder.DEFAULT_MAX_FRAMES_PER_PASS`)."""
@@ -66,13 +65,6 @@ RECORDED_FRAMES = 128
 
 STATE_OVERHEAD = 1.25
 """State of a stream in all vocoder layers, as a multiple of the keys and values of the vocoder's transformer."""
-
-ENCODER_PIECES = 1.12
-"""Memory of the vision encoder's pass, as a multiple of its live tensors: PyTorch's allocator cannot reuse some pieces.
-The thinker's process used 1.25 GiB more than counted after videos of 46,000 tokens."""
-
-CONVOLUTION_BYTES = 860 << 20
-"""Memory of cuDNN's kernels and workspaces in code2wav's process, which used this much more than counted."""
 
 
 def facts(

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
@@ -17,12 +16,10 @@ from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, Medium, 
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import FRAME_MS, beginning, block_frames, divided
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.model_plugins.qwen_omni.requests import (
-    MOST_SPEECH_TOKENS,
     SAMPLE_RATE_HZ,
     VOICE,
     ReadAloud,
     SpeakingRuntime,
-    position_model,
     too_long,
 )
 from vllm_omni_ext.plugins.flow import ForwardFlow
@@ -36,65 +33,37 @@ OPENAI_VOICES = {
     **dict.fromkeys(("ash", "cedar", "echo", "onyx"), "ethan"),
     **dict.fromkeys(("ballad", "fable", "verse"), "aiden"),
 }
-"""Speaker of the released checkpoint for each OpenAI voice name, for clients that send only OpenAI's names."""
 
 
 class Qwen3OmniRuntime(SpeakingRuntime):
     """Checks the requests of one checkpoint, and creates their flows."""
 
+    text_stages = frozenset({THINKER})
+    spoken_stages = SpeechFlow.stages
+    aloud_stages = ReadAloudFlow.stages
     preferred_voice = "ethan"  # Transformers' default speaker
+    openai_voices = OPENAI_VOICES
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
-        self._config = config
-        self._chunks: dict[str, Any] = {**context.chunks, ADAPTIVE: context.chunks.get(ADAPTIVE, True)}
-        self._limits = context.limits
-        self._speaks = bool(config.enable_audio_output)
-        self._ids = SpecialIds.of(config) if self._speaks else None
-        self._positions: Any = None
+        self._ids = SpecialIds.of(config) if config.enable_audio_output else None
         self._block = block_frames(config.thinker_config.audio_config)
-
-    @property
-    def voices(self) -> tuple[str, ...]:
-        """Names of the speakers, sorted."""
-        return tuple(sorted(self._ids.speakers)) if self._ids else ()
-
-    def speaker(self, voice: str | None) -> str | None:
-        """Return the speaker for a request's voice, a speaker's name or a key of `OPENAI_VOICES`; None if unknown.
-
-        The default speaker is returned for None, and for an OpenAI name whose speaker the checkpoint lacks.
-        """
-        name = self.default_voice if voice is None else voice.lower()
-        if name in self.voices:
-            return name
-        if name not in OPENAI_VOICES or not self.voices:
-            return None
-        return OPENAI_VOICES[name] if OPENAI_VOICES[name] in self.voices else self.default_voice
+        super().__init__(context, self._ids.speakers if self._ids else ())
 
     @property
     def most_frames(self) -> int:
         """Largest number of frames that code2wav can decode for one request."""
         return self._limits[CODE2WAV] // int(self._config.talker_config.num_code_groups)
 
+    @property
+    def most_speech_tokens(self) -> int:
+        """Each token takes a frame at least."""
+        return self.most_frames
+
     def capabilities(self) -> Capabilities:
-        """Return the output modalities: text, and sound if the checkpoint has a talker."""
-        text = frozenset({THINKER})
+        """Return the output modalities, and the length of the blocks in which the thinker encodes a sound."""
         block = None if self._block is None else float(self._block * FRAME_MS)
-        if not self._speaks:
-            return Capabilities(
-                modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: text}, sound_block_ms=block
-            )
-        return Capabilities(
-            modalities=(TEXT, AUDIO),
-            default_modalities=(TEXT, AUDIO),
-            routes={TEXT: text, AUDIO: SpeechFlow.stages, "speech": ReadAloudFlow.stages},
-            card={
-                "voices": list(self.voices),
-                "default_voice": self.default_voice,
-                MOST_SPEECH_TOKENS: self.most_frames,
-            },
-            sound_block_ms=block,
-        )
+        return replace(super().capabilities(), sound_block_ms=block)
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Return the flow and the limits of a request; text-only prompts export no hidden states.
@@ -196,18 +165,12 @@ class Qwen3OmniRuntime(SpeakingRuntime):
             )
         return parts
 
-    def decode(self, stage: str, tensor: Any) -> Any:
-        """Return a stage's output tensor unchanged: frames of the talker, or sound of code2wav."""
-        return tensor
-
     def _talker_positions(self, request: Rendered, parts: PromptSegments) -> bytes:
         """Return the M-RoPE positions of the talker's prompt: the joined user segments, then the assistant header."""
-        if self._positions is None:
-            from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
+        from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
-            self._positions = position_model(Qwen3OmniMoeThinkerForConditionalGeneration, self._config)
-        thinker, _ = self._positions.get_mrope_input_positions(list(request.prompt), list(request.features))
-        return join_segments(thinker.numpy(), parts.user, TALKER_TAIL)
+        thinker = self.thinker_positions(Qwen3OmniMoeThinkerForConditionalGeneration, request)
+        return join_segments(thinker, parts.user, TALKER_TAIL)
 
 
 def _medium(feature: Any) -> Medium:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3MoeLLMForCausalLM
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni_ext.engine.graphs import recorder_for
@@ -40,6 +40,8 @@ class _Resize(nn.Module):
 class Qwen3OmniTalker(StreamedTalker):
     """Talker of Qwen3-Omni."""
 
+    provider = TalkerInputProvider
+    tables = (EMBED,)
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "talker.model.codec_embedding.": "language_model.model.embed_tokens.",
@@ -78,20 +80,7 @@ class Qwen3OmniTalker(StreamedTalker):
         self._no_graphs: bool = vllm_config.model_config.enforce_eager
         self._eager = eager_layers.possible(self.language_model, vllm_config)
         self._layers: eager_layers.EagerLayers | None = None
-        self._input_provider: TalkerInputProvider | None = None
         self._frames: FrameMaker | None = None
-
-    @staticmethod
-    def is_unused_checkpoint_weight(name: str) -> bool:
-        """Return whether vLLM's loader may skip checkpoint files that contain only tensors of this name."""
-        return name != EMBED and not name.startswith("talker.")
-
-    @property
-    def input_provider(self) -> TalkerInputProvider:
-        """The input provider of this model, created on first use: the device is set only after loading."""
-        if self._input_provider is None:
-            self._input_provider = TalkerInputProvider(self, device=self.text_table.device)
-        return self._input_provider
 
     @property
     def frames(self) -> FrameMaker:
@@ -120,10 +109,6 @@ class Qwen3OmniTalker(StreamedTalker):
     def warm_up(self) -> None:
         self.frames.warm_up()
 
-    def codec_rows(self, ids: Tensor) -> Tensor:
-        """Return the codec embeddings [n, hidden] of codes [n] of the first code group."""
-        return self.language_model.model.embed_tokens(ids)
-
     def project_hidden(self, rows: Tensor) -> Tensor:
         """Project thinker hidden states [n, thinker hidden] to [n, hidden]."""
         return self.hidden_projection(rows.to(self.text_table.dtype))
@@ -138,32 +123,15 @@ class Qwen3OmniTalker(StreamedTalker):
     ) -> Tensor | IntermediateTensors:
         """Return hidden states [tokens, hidden] after the final norm."""
         if not self._eager or inputs_embeds is None:
-            return self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         if self._layers is None:  # now the kernels have packed the weights
             self._layers = eager_layers.EagerLayers(self.language_model.model)
         return self._layers(positions, inputs_embeds)
 
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits [requests, codes], -inf for special codes except the end; keep the hidden states."""
-        self.sampled_hidden = hidden_states
-        logits = self.language_model.compute_logits(hidden_states)
-        return None if logits is None else logits.masked_fill(self.blocked, float("-inf"))
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load `talker.*` and project the thinker's embedding table; return the names of the loaded tensors."""
-        table: list[Tensor] = []
-
-        def talker_only() -> Iterable[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                if name == EMBED:
-                    table.append(tensor)
-                elif not self.is_unused_checkpoint_weight(name):
-                    yield name, tensor
-
-        loaded = AutoWeightsLoader(self).load_weights(talker_only(), mapper=self.hf_to_vllm_mapper)
-        if not table:
-            raise ValueError(f"the checkpoint has no '{EMBED}', which the talker's text track is made from")
-        self._project(table[0])
+        loaded, tables = self.load_talker(weights)
+        self._project(tables[EMBED])
         return loaded | {"text_table"}
 
     @torch.inference_mode()

@@ -1,4 +1,7 @@
-"""Sizes of weights that a config describes."""
+"""Sizes of weights that a config describes, and figures of both families for the planner.
+
+`ENCODER_PIECES` and `CONVOLUTION_BYTES` come from a run of Qwen3-Omni on one H200 (docs/gpu.md).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni_ext.plugins.memory import StoredTensors
+
+LARGEST_IMAGE_PIXELS = 12_845_056
+"""`max_pixels` of the released `preprocessor_config.json`."""
+
+MOST_VIDEO_FRAME_PAIRS = 7
+"""vLLM profiles a video of at most 14 frames (`qwen2_vl._MAX_FRAMES_PER_VIDEO`), two frames in one row of patches."""
+
+ENCODER_PIECES = 1.12
+"""Memory of the vision encoder's pass, as a multiple of its live tensors: PyTorch's allocator cannot reuse some pieces.
+The thinker's process used 1.25 GiB more than counted after videos of 46,000 tokens."""
+
+CONVOLUTION_BYTES = 860 << 20
+"""Memory of cuDNN's kernels and workspaces in code2wav's process, which used this much more than counted."""
 
 
 def described(model: str, hf_config: Any, quantized: str) -> StoredTensors:

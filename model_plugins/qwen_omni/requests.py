@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.errors import RequestError
-from vllm_omni_ext.plugins.runtime import Capabilities, RequestOptions
+from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions, RuntimeContext
 
 SAMPLE_RATE_HZ = 24_000  # of the sound; the public configs have no field for it
 
@@ -46,27 +49,82 @@ class SpeakingRuntime:
     """The part of a `ModelRuntime` that checks the options of a request.
 
     Attributes:
+        text_stages, spoken_stages, aloud_stages: the stages of requests for text, for sound, and for texts to read out.
         preferred_voice: the default speaker, if the checkpoint has it.
-        voices: names of the speakers, sorted.
+        openai_voices: a speaker of the released checkpoint for each OpenAI voice name, for clients that send only
+            OpenAI's names.
+
+    Args:
+        voices: names of the checkpoint's speakers; none without a talker.
     """
 
     fields = Fields
+    text_stages: frozenset[str]
+    spoken_stages: frozenset[str]
+    aloud_stages: frozenset[str]
     preferred_voice: str
-    voices: Any
-    _chunks: dict[str, Any]
+    openai_voices: Mapping[str, str]
+
+    def __init__(self, context: RuntimeContext, voices: Iterable[str]) -> None:
+        self._config = context.hf_config
+        self._chunks: dict[str, Any] = {**context.chunks, ADAPTIVE: context.chunks.get(ADAPTIVE, True)}
+        self._limits = context.limits
+        self._speaks = bool(self._config.enable_audio_output)
+        self._names = {name.lower(): name for name in voices}
+        self._position_model: Any = None
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Names of the speakers, sorted."""
+        return tuple(sorted(self._names.values()))
 
     @property
     def default_voice(self) -> str:
         """Name of the speaker for requests without a voice."""
         return self.preferred_voice if self.preferred_voice in self.voices else self.voices[0]
 
-    def capabilities(self) -> Capabilities:
-        """Return the output modalities of the checkpoint."""
+    @property
+    def most_speech_tokens(self) -> int:
+        """Length in tokens of the longest text that can be read out."""
         raise NotImplementedError
 
     def speaker(self, voice: str | None) -> str | None:
-        """Return the speaker for a request's voice; None if unknown."""
-        raise NotImplementedError
+        """Return the speaker for a request's voice, a speaker's name or a key of `openai_voices`; None if unknown.
+
+        The case of a name does not matter. The default speaker is returned for None, and for an OpenAI name whose
+        speaker the checkpoint lacks.
+        """
+        name = (self.default_voice if voice is None else voice).lower()
+        if name in self._names or not self._names:
+            return self._names.get(name)
+        return self._names.get(self.openai_voices[name], self.default_voice) if name in self.openai_voices else None
+
+    def capabilities(self) -> Capabilities:
+        """Return the output modalities: text, and sound if the checkpoint has a talker."""
+        if not self._speaks:
+            return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: self.text_stages})
+        return Capabilities(
+            modalities=(TEXT, AUDIO),
+            default_modalities=(TEXT, AUDIO),
+            routes={TEXT: self.text_stages, AUDIO: self.spoken_stages, "speech": self.aloud_stages},
+            card={
+                "voices": list(self.voices),
+                "default_voice": self.default_voice,
+                MOST_SPEECH_TOKENS: self.most_speech_tokens,
+            },
+        )
+
+    def decode(self, stage: str, tensor: Any) -> Any:
+        """Return a stage's output tensor unchanged: frames, or sound."""
+        return tensor
+
+    def thinker_positions(self, thinker: type[Any], request: Rendered) -> np.ndarray:
+        """Return the M-RoPE positions [3, n] of a prompt in the thinker, an instance of this class of vLLM's."""
+        if self._position_model is None:
+            self._position_model = position_model(thinker, self._config)
+        positions, _ = self._position_model.get_mrope_input_positions(list(request.prompt), list(request.features))
+        found: np.ndarray = positions.numpy()
+        return found
 
     def validate(self, options: RequestOptions) -> None:
         """Raise RequestError if the checkpoint does not support the options."""

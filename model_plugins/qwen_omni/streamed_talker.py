@@ -2,24 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.interfaces import SupportsMRoPE
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.sequence import IntermediateTensors
 
 from vllm_omni_ext.engine.streaming_model import StreamingInputBase
 
 
 class StreamedTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
-    """A `StreamingInputModel`. A subclass has `input_provider`, and `codes`, the size of the vocabulary."""
+    """A `StreamingInputModel`. A subclass sets the attributes.
 
-    input_provider: Any
+    Attributes:
+        provider: class of its input provider.
+        tables: names of the tensors that it loads in addition to `talker.*`.
+        codes: size of the vocabulary.
+        language_model: vLLM's decoder over codes.
+        text_table: input embeddings of text ids [ids, hidden].
+        blocked: bool [codes], the ids that are never sampled.
+    """
+
+    hf_to_vllm_mapper: WeightsMapper
+    provider: type[Any]
+    tables: tuple[str, ...]
     codes: int
+    language_model: Any
+    text_table: Tensor
+    blocked: Tensor
+    _input_provider: Any = None
+
+    @classmethod
+    def is_unused_checkpoint_weight(cls, name: str) -> bool:
+        """Return whether vLLM's loader may skip checkpoint files that contain only tensors of this name."""
+        return name not in cls.tables and not name.startswith("talker.")
+
+    def load_talker(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], dict[str, Tensor]]:
+        """Load `talker.*`; return the names of the loaded tensors, and the tensors of `tables` by name.
+
+        Raises:
+            ValueError: the checkpoint lacks one of `tables`.
+        """
+        found: dict[str, Tensor] = {}
+
+        def talker_only() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name in self.tables:
+                    found[name] = tensor
+                elif not self.is_unused_checkpoint_weight(name):
+                    yield name, tensor
+
+        loaded = AutoWeightsLoader(self).load_weights(talker_only(), mapper=self.hf_to_vllm_mapper)
+        for name in self.tables:
+            if name not in found:
+                raise ValueError(f"the checkpoint has no '{name}', which the talker's input is made from")
+        return loaded, found
+
+    @property
+    def input_provider(self) -> Any:
+        """The input provider of this model, created on first use: the device is set only after loading."""
+        if self._input_provider is None:
+            self._input_provider = self.provider(self, device=self.text_table.device)
+        return self._input_provider
 
     def codec_rows(self, ids: Tensor) -> Tensor:
         """Return the input embeddings [n, hidden] of codes [n] of the first code group."""
-        raise NotImplementedError
+        rows: Tensor = self.language_model.model.embed_tokens(ids)
+        return rows
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | IntermediateTensors:
+        """Return hidden states [tokens, hidden] after the final norm."""
+        hidden: Tensor = self.language_model.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return logits [requests, codes], -inf for blocked ids; keep the hidden states."""
+        self.sampled_hidden = hidden_states
+        logits = self.language_model.compute_logits(hidden_states)
+        return None if logits is None else logits.masked_fill(self.blocked, float("-inf"))
 
     def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return input embeddings for the V1 runner; outside a step of `StreamingInput`, ids are embedded as codes."""

@@ -89,9 +89,9 @@ def test_openai_s_voices_stand_for_speakers_of_the_checkpoint(requests: Qwen3Omn
     assert requests.speaker("verse") == "ethan", "aiden is not there: the default one"
     assert all(requests.speaker(name) in requests.voices for name in OPENAI_VOICES)
     requests.validate(options(modalities=("audio",), voice="alloy"))
-    with mock.patch.object(Qwen3OmniRuntime, "voices", ("alloy", "bea")):
-        assert requests.speaker("alloy") == "alloy", "the checkpoint's own comes first"
-        assert requests.default_voice == "alloy", "without the preferred voice it is the first one"
+    with mock.patch.object(requests, "_names", {"alloy": "Alloy", "bea": "bea"}):
+        assert requests.speaker("alloy") == "Alloy", "the checkpoint's own comes first"
+        assert requests.default_voice == "Alloy", "without the preferred voice it is the first one"
     assert SILENT.speaker("alloy") is None
 
 

@@ -126,6 +126,7 @@ arrives during a pass joins the next one."""
 TALK = (SHORT, AGAIN, SOUND, LONG, IMAGE, *VIDEOS, AFTER)
 FEWER = (SHORT, AGAIN, IMAGE, VIDEOS[0], AFTER)
 
+NOT_QUANTIZED = '{"ignore": ["*.mlp.gate", "visual.*", "audio_tower.*"]}'
 LIMIT = ("--omni-max-media-tokens", "49152")
 TOO_LARGE = Ask(
     name="video of 160 frames",
@@ -155,6 +156,13 @@ SCENARIOS = (
             Restart(name="the thinker's process is killed", replica="thinker/0"),
             replace(VIDEOS[2], name="video for the next thinker"),
         ),
+    ),
+    Scenario(
+        name="fp8-channel",
+        model="qwen3-omni",
+        gpu=H100,
+        flags=("--quantization", "fp8_per_channel", "--quantization-config", NOT_QUANTIZED),
+        steps=(SHORT, IMAGE),
     ),
     Scenario(
         name="two",
