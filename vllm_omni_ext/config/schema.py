@@ -153,8 +153,8 @@ class StageConfig(ReplicasConfig):
     )
     min_replicas: Positive = _key(
         1,
-        "How many replicas of the stage, of this host and others, must be up before `/health` and its probes say "
-        "ready. Requests are served as long as one is.",
+        "How many replicas of the stage, of this host and others, must be up before `/health` and its probes return "
+        "status 200. Requests are served while one is up.",
         "replicas",
     )
     prefill_decode: Annotated[PrefillDecode | None, NullIsEmpty] = None

@@ -157,7 +157,7 @@ QUEUED_ANSWERS = 64
 MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects a peer that sends a longer frame, before the frame is in memory."""
 
-WITHHELD = "it does not belong to this deployment; the head's log says why"
+WITHHELD = "it does not belong to this deployment; the reason is in the head's log"
 """Sent instead of the reason if the head has no secret, because the reason would help an attacker."""
 
 LOG_EVERY_S = 1.0

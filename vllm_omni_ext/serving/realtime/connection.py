@@ -217,7 +217,7 @@ class Connection:
                     self._send(out)
         if self._draining and not self._session.busy:
             error = ClientError("the server is shutting down", code="server_shutting_down", kind=SERVER_ERROR)
-            self._close(Closing(GOING_AWAY, error), told=True)
+            self._close(Closing(GOING_AWAY, error), sent=True)
 
     def _send(self, event: Event) -> None:
         if self._closed:
@@ -228,7 +228,7 @@ class Connection:
         text = json.dumps(event, separators=(",", ":"))
         if self._unsent > self._limits.unsent_bytes:
             error = ClientError("the client does not read its events", code="client_too_slow")
-            self._close(Closing(POLICY, error), told=True)
+            self._close(Closing(POLICY, error), sent=True)
             return
         self._unsent += len(text)
         unsent = _Unsent(text)
@@ -253,11 +253,11 @@ class Connection:
         elif event["type"] == "input_audio_buffer.committed":
             self._metrics.of(REALTIME_TURNS).inc()
 
-    def _close(self, closing: Closing, *, told: bool = False) -> None:
-        """Close the connection after the events that wait; `told`: the client has the error already."""
+    def _close(self, closing: Closing, *, sent: bool = False) -> None:
+        """Close the connection after the events that wait; `sent`: the error has been sent."""
         if self._closed:
             return
-        if not told:
+        if not sent:
             for event in self._session.error(closing.error):
                 assert isinstance(event, dict)
                 self._send(event)

@@ -226,7 +226,7 @@ class Session:
         return tuple(self._responses)
 
     def drain(self) -> Outs:
-        """The server shuts down: no more responses begin. Returns the event that tells the client."""
+        """The server shuts down: no more responses begin. Return the error event for the client."""
         self._refused = ClientError("the server is shutting down", code=DRAINING, kind=SERVER_ERROR)
         return self._numbered([self._refused.event()])
 
