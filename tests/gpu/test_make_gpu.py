@@ -21,7 +21,7 @@ from tests.gpu import run_once
 ROOT = Path(__file__).parents[2]
 MODES = ("fp32-eager-v2", "bf16-graphs-v2", "fp32-graphs-v2-nixl")
 PAGE = ROOT / "docs" / "gpu.md"
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 MACHINE = {"devices": "2 x H100, 79.1 GiB", "driver": "580.1", "vllm": "0.32.0"}
 
 

@@ -32,7 +32,7 @@ from PIL import Image
 from examples.server import HOST, Server, ServerFailed
 from tests.faults.table import Fault, read_file
 from tests.nullgpu import counters
-from tests.nullgpu.environment import Environment, prepare
+from tests.nullgpu.environment import Environment, prepare, with_fault
 from tests.nullgpu.scenarios import SCENARIOS, Ask, Calls, Picture, Restart, Scenario, Sleep
 from tests.support import media
 from tests.support.cluster import replicas, states, until
@@ -76,7 +76,7 @@ def main() -> int:
     names = [each.name for each in SCENARIOS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}; all without")
     parser.add_argument("--once", action="store_true", help="start each scenario once")
-    parser.add_argument("--jobs", type=int, default=2, help="scenarios at a time, each with a compile cache (2)")
+    parser.add_argument("--jobs", type=int, default=2, help="scenarios or faults at a time, each with its cache (2)")
     parser.add_argument("--prepared", type=Path, metavar="CACHE", help=argparse.SUPPRESS)
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="make the faults of faults.yaml: all, or some")
     args = parser.parse_args()
@@ -84,13 +84,13 @@ def main() -> int:
         faults = {fault.name: fault for fault in read_file(FAULTS)}
         if unknown := set(args.faults) - faults.keys():
             parser.error(f"no fault {', '.join(sorted(unknown))}; use {', '.join(faults)}")
-        return missed([faults[name] for name in args.faults or faults])
+        return missed([faults[name] for name in args.faults or faults], args.jobs)
     if unknown := set(args.names) - set(names):
         parser.error(f"no scenario {', '.join(sorted(unknown))}; use {', '.join(names)}")
     chosen = [each for each in SCENARIOS if not args.names or each.name in args.names]
     if args.prepared is None:
         return in_parallel(prepare(), chosen, args.jobs, once=args.once)
-    environment, defects = Environment(args.prepared.parent, args.prepared), 0
+    environment, defects = Environment(args.prepared.parent, args.prepared, args.prepared.with_name("site")), 0
     for scenario in chosen:
         for turn, each in enumerate([scenario] if args.once else [scenario, scenario.again()]):
             defects += report(each, turn, list(defects_of(environment, each)))
@@ -118,20 +118,29 @@ def in_parallel(environment: Environment, scenarios: Sequence[Scenario], jobs: i
         return int(any(list(pool.map(run, scenarios))))
 
 
-def missed(faults: Sequence[Fault]) -> int:
-    """Make faults one at a time and print the first defect of each; returns 1 if a fault has none.
+def missed(faults: Sequence[Fault], jobs: int) -> int:
+    """Make each fault, `jobs` at a time, and print its first defect; returns 1 if a fault has none.
 
     A server that is not ready in time is no defect: a busy machine is as slow.
     """
-    status = 0
-    for fault in faults:
-        environment = prepare(fault)
+    environment = prepare()
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for job in range(jobs):
+        free.put(job)
+
+    def is_found(fault: Fault) -> bool:
+        job = free.get()
+        faulty = with_fault(environment, fault, job)
         chosen = [scenario for name in fault.tests for scenario in SCENARIOS if scenario.name == name]
-        defects = (each for scenario in chosen for each in defects_of(environment, scenario))
+        defects = (each for scenario in chosen for each in defects_of(faulty, scenario))
         found = next((each for each in defects if TOO_LATE not in each), None)
+        defects.close()
+        free.put(job)
         print(f"{fault.name}: {'MISSED' if found is None else f'found: {found}'}", flush=True)
-        status |= found is None
-    return status
+        return found is not None
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return int(not all(list(pool.map(is_found, faults))))
 
 
 def report(scenario: Scenario, turn: int, found: list[str]) -> int:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults.table import Fault
@@ -34,10 +34,12 @@ class Environment:
 
     Attributes:
         cache: compiled code of vLLM, torch and Triton.
+        site: this package, as it is installed.
     """
 
     home: Path
     cache: Path
+    site: Path
 
     @property
     def python(self) -> Path:
@@ -48,11 +50,6 @@ class Environment:
     def library(self) -> Path:
         """Folder of the null device's library."""
         return self.home / "library"
-
-    @property
-    def site(self) -> Path:
-        """Folder with this package, as it is installed."""
-        return self.home / "site"
 
     def model(self, name: str) -> Path:
         """Folder of a model in its released shape."""
@@ -87,27 +84,33 @@ class Environment:
         }
 
 
-def prepare(fault: Fault | None = None) -> Environment:
-    """Make or update the environment, and return it. With a fault the package has it, and the cache is empty."""
+def prepare() -> Environment:
+    """Make or update the environment, and return it."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-omni-ext" / "null-gpu"
     home = Path(os.environ.get(HOME) or default)
-    made = Environment(home, home / ("cache" if fault is None else "cache-of-faults"))
+    made = Environment(home, home / "cache", home / "site")
     made.home.mkdir(parents=True, exist_ok=True)
     _wheels(made)
     _library(made)
     _mlx5(made)
     shutil.rmtree(made.site, ignore_errors=True)
     _pip(made, "--no-deps", "--no-build-isolation", "--target", str(made.site), str(ROOT))
-    if fault is not None:
-        shutil.rmtree(made.cache, ignore_errors=True)
-        inside = fault.file.removeprefix("vllm_omni_ext/")
-        file = made.site / "vllm_omni_ext" / inside
-        file.write_text(fault.changed(file.read_text()))
     for name in MODELS:
         if not made.model(name).exists():
             words = [sys.executable, "-m", "vllm_omni_ext", "tiny", name, str(made.model(name)), "--released"]
             subprocess.run(words, check=True, cwd=ROOT)
     return made
+
+
+def with_fault(made: Environment, fault: Fault, job: int) -> Environment:
+    """Return the environment with a fault in the package and an empty cache; `job` names the folders of both."""
+    faulty = replace(made, cache=made.home / f"cache-of-faults-{job}", site=made.home / f"site-of-faults-{job}")
+    for folder in (faulty.cache, faulty.site):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(made.site, faulty.site)
+    file = faulty.site / "vllm_omni_ext" / fault.file.removeprefix("vllm_omni_ext/")
+    file.write_text(fault.changed(file.read_text()))
+    return faulty
 
 
 def _wheels(made: Environment) -> None:

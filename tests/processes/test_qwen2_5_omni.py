@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from vllm import SamplingParams
 
 from examples.server import Server
 from tests.processes.test_parity import CASES, SCHEDULES, TOLERANCE, Case, check, heard, prompt, user
+from tests.processes.test_realtime import MANUAL, talking, tone
 from tests.support import goldens
 from tests.support.cluster import (
     LARGEST_DIFFERENCE,
@@ -226,10 +228,17 @@ REQUESTS, AT_ONCE, WORDS, CODES = 16, 4, 40, 60
 AFTER = {3: "talker", 7: "token2wav", 11: "thinker"}
 """The stage of which a busy replica is killed after so many answers."""
 
+DEFAULTS = {
+    "thinker": {"temperature": 0, "ignore_eos": True, "max_tokens": 12},
+    "talker": {"temperature": 0, "max_tokens": 30},
+    "token2wav": {"seed": SEED},
+}
+"""For realtime sessions, which have no fields for them."""
+
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    two = overrides(**{stage: {"replicas": 2} for stage in STAGES})
+    two = overrides(**{stage: {"replicas": 2, "params": DEFAULTS[stage]} for stage in STAGES})
     with Server(checkpoint, tmp_path_factory.mktemp("server") / "log", [*LENGTH, *two]) as running:
         yield running
 
@@ -295,3 +304,21 @@ def test_speech_and_chat_over_http(server: Server, oracle: Oracle) -> None:
     assert refused.status_code == 400 and "token2wav" in refused.json()["error"]["param"]
     voices = httpx.get(f"{server.base_url}/audio/voices", timeout=60).json()
     assert voices == {"voices": ["Chelsie", "Ethan"], "default_voice": "Chelsie"}
+
+
+@pytest.mark.extended
+async def test_realtime_answers_equal_those_of_chats(server: Server) -> None:
+    """A text, and then a sound in the same conversation."""
+    async with talking(server) as talk:
+        await talk.configure(audio={**MANUAL["audio"], "output": {"voice": "ethan"}})
+        for number in range(2):
+            await (talk.say(tone(440, 0.7)) if number else talk.write("What is a replica?"))
+            done, sound = await talk.respond()
+            message = (await talk.chat()).choices[0].message
+            (said,) = done.output[0].content
+            assert done.status == "completed" or done.status_details.reason == "max_output_tokens"
+            assert said.transcript == message.audio.transcript
+            wanted = soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)), dtype="int16")[0]
+            assert len(sound) > 0 and sound.shape == wanted.shape
+            assert np.abs(sound.astype(int) - wanted).max() <= LARGEST_DIFFERENCE
+            talk.messages.append({"role": "assistant", "content": said.transcript})

@@ -14,10 +14,13 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.processes import test_qwen2_5_omni as qwen2_5
 from tests.processes.conftest import MAX_LEN, STEP_TOKENS
 from tests.processes.test_parity import CASES, answer, check, golden, prompt, sampling, user
 from tests.processes.test_replicas import same, wait_under_way
+from tests.support import qwen2_5_oracle
 from tests.support.oracle import Oracle
+from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
 
 SIZE = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
 
@@ -203,3 +206,25 @@ def test_ranks_draw_the_same_codes(parallel: Any) -> None:
     assert [output.error for output in outputs] == [None, None]
     one, other = values(parallel, made_frames, "talker")
     assert len(one) >= 24 and one == other
+
+
+# -- Qwen2.5-Omni -----------------------------------------------------------------------------------------------------
+
+SHORT = [replace(CASES[name], text=6, frames=12) for name in ("system", "audio", "image", "few_frames")]
+
+
+def test_qwen2_5_omni(tmp_path: Path) -> None:
+    """One after the other, and then at once."""
+    from vllm import LLM
+
+    checkpoint = write_qwen2_5_omni(tmp_path / "model")
+    oracle = qwen2_5_oracle.Oracle(checkpoint)
+    wanted = [qwen2_5.golden(oracle, case) for case in SHORT]
+    with LLM(str(checkpoint), omni=True, **SIZE) as omni:
+        for stage in ("thinker", "talker", "token2wav"):
+            assert values(omni, runner_module, stage) == ["vllm.v1.worker.cpu.model_runner"]
+        for case, each in zip(SHORT, wanted, strict=True):
+            check(qwen2_5.answers(omni, oracle, [case])[0], each)
+        for output, each in zip(qwen2_5.answers(omni, oracle, SHORT), wanted, strict=True):
+            check(output, each)
+        assert omni._omni.orchestrator.held() == 0
