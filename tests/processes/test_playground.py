@@ -45,7 +45,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The script, beside its packages. One of them is Chromium, which is unpacked there."""
     folder = tmp_path_factory.mktemp("browser")
     subprocess.run(
-        ["npm", "install", "--loglevel=error", "--fetch-retries=5", "--prefix", folder, *PACKAGES], check=True
+        ["npm", "install", "--loglevel=error", "--prefix", folder, *PACKAGES], check=True
     )
     yield Path(shutil.copy(SCRIPT, folder))
     shutil.rmtree(folder)

@@ -153,5 +153,5 @@ def test_pipecat(server: Server, sounds: Path, tmp_path: Path) -> None:
 @pytest.mark.needs("program node", "program npm")
 def test_openai_agents_for_node(server: Server, sounds: Path, tmp_path: Path) -> None:
     script = shutil.copy(CLIENTS / "agents_realtime.mjs", tmp_path)  # beside its packages
-    subprocess.run(["npm", "install", "--loglevel=error", "--fetch-retries=5", "--prefix", tmp_path, *NODE], check=True)
+    subprocess.run(["npm", "install", "--loglevel=error", "--prefix", tmp_path, *NODE], check=True)
     check(run(["node", script], server, sounds))
