@@ -44,9 +44,7 @@ RATE = 16_000
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The script, beside its packages. One of them is Chromium, which is unpacked there."""
     folder = tmp_path_factory.mktemp("browser")
-    subprocess.run(
-        ["npm", "install", "--loglevel=error", "--prefix", folder, *PACKAGES], check=True
-    )
+    subprocess.run(["npm", "install", "--loglevel=error", "--prefix", folder, *PACKAGES], check=True)
     yield Path(shutil.copy(SCRIPT, folder))
     shutil.rmtree(folder)
 
