@@ -36,7 +36,7 @@ test-all: setup ## run all tests that need no GPU: also endurance, accuracy and 
 quick: setup ## run the tests that start no engine and no other process, in a minute
 	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not engine and not extended" -n $$(($(JOBS) + 1)) --durations=20
 
-faults: setup ## make deliberate faults in a copy, one at a time, and check that the tests find them (an hour)
+faults: setup ## make deliberate faults in copies, and check that the tests find them (half an hour)
 	$(PYTHON) -m tests.faults
 
 accuracy: setup ## measure the trained tiny model through all topologies, with CASES (60) requests of each kind

@@ -1,6 +1,6 @@
 """Makes the faults of the table one at a time, in a copy of this repository, and runs the tests that must fail.
 
-    .venv/bin/python -m tests.faults                       all faults (MINUTES minutes)
+    .venv/bin/python -m tests.faults                       all faults, two at a time (half an hour)
     .venv/bin/python -m tests.faults --suite quick         those that `make quick` finds
     .venv/bin/python -m tests.faults NAME ...              some of them
     .venv/bin/python -m tests.faults --tests PATH NAME     other tests than those of the table
