@@ -1,4 +1,4 @@
-"""Makes the faults of the table one at a time, in a copy of this repository, and runs the tests that must fail.
+"""Makes the faults of the table, each in a copy of this repository, and runs the tests that must fail.
 
     .venv/bin/python -m tests.faults                       all faults, two at a time (half an hour)
     .venv/bin/python -m tests.faults --suite quick         those that `make quick` finds
@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.table import ROOT, Fault, read
+from tests.support.sharing import with_each
 
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest. All others mean that it could not run the tests."""
@@ -48,29 +47,25 @@ def main() -> int:
 
 def run(faults: list[Fault], copies: list[Path], tests: list[str] | None, *, sound: bool) -> int:
     """Run the tests of all faults without a fault, then with each of them; returns the exit status."""
-    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for copy in copies:
         copy_repository(copy)
-        free.put(copy)
     wanted = sorted({test for fault in faults for test in tests or fault.tests})
     if not sound and pytest(copies[0], wanted, "-n", str(len(copies))) != (PASSED, ""):
         print(f"These tests fail without a fault: {' '.join(wanted)}")
         return 1
 
-    def is_found(fault: Fault) -> bool:
-        began, copy = time.monotonic(), free.get()
+    def is_found(fault: Fault, copy: Path) -> bool:
+        began = time.monotonic()
         file = copy / fault.file
         text = file.read_text()
         file.write_text(fault.changed(text))
         status, failed = pytest(copy, tests or fault.tests)
         file.write_text(text)
-        free.put(copy)
         found = {PASSED: "MISSED", FAILED: f"found by {failed}"}.get(status, f"pytest ended with {status}")
         print(f"{fault.name} ({fault.suite}, {time.monotonic() - began:.0f} s): {found}", flush=True)
         return status == FAILED
 
-    with ThreadPoolExecutor(len(copies)) as pool:
-        missed = [fault.name for fault, found in zip(faults, pool.map(is_found, faults), strict=True) if not found]
+    missed = [fault.name for fault, found in zip(faults, with_each(is_found, faults, copies), strict=True) if not found]
     print(f"{len(faults) - len(missed)} of {len(faults)} faults found" + f"; not: {', '.join(missed)}" * bool(missed))
     return 1 if missed else 0
 

@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import os
-import queue
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from tests.nullgpu.environment import Environment, prepare, with_fault
 from tests.nullgpu.scenarios import SCENARIOS, Ask, Calls, Picture, Restart, Scenario, Sleep
 from tests.support import media
 from tests.support.cluster import replicas, states, until
+from tests.support.sharing import with_each
 
 FAULTS = Path(__file__).with_name("faults.yaml")
 GIB = 1 << 30
@@ -102,20 +101,15 @@ def in_parallel(environment: Environment, scenarios: Sequence[Scenario], jobs: i
 
     A scenario reports kernels that are compiled after its start, so no other one may use its cache meanwhile.
     """
-    caches: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    for job in range(jobs):
-        caches.put(environment.cache if job == 0 else environment.cache.with_name(f"cache-{job + 1}"))
+    caches = [environment.cache, *(environment.cache.with_name(f"cache-{job}") for job in range(2, jobs + 1))]
 
-    def run(scenario: Scenario) -> int:
-        cache = caches.get()
+    def run(scenario: Scenario, cache: Path) -> int:
         words = [sys.executable, "-m", "tests.nullgpu", scenario.name, "--prepared", str(cache)]
         done = subprocess.run([*words, *(["--once"] if once else [])], stdout=subprocess.PIPE, text=True)
-        caches.put(cache)
         print(done.stdout, end="", flush=True)
         return done.returncode
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return int(any(list(pool.map(run, scenarios))))
+    return int(any(with_each(run, scenarios, caches)))
 
 
 def missed(faults: Sequence[Fault], jobs: int) -> int:
@@ -124,23 +118,17 @@ def missed(faults: Sequence[Fault], jobs: int) -> int:
     A server that is not ready in time is no defect: a busy machine is as slow.
     """
     environment = prepare()
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for job in range(jobs):
-        free.put(job)
 
-    def is_found(fault: Fault) -> bool:
-        job = free.get()
+    def is_found(fault: Fault, job: int) -> bool:
         faulty = with_fault(environment, fault, job)
         chosen = [scenario for name in fault.tests for scenario in SCENARIOS if scenario.name == name]
         defects = (each for scenario in chosen for each in defects_of(faulty, scenario))
         found = next((each for each in defects if TOO_LATE not in each), None)
         defects.close()
-        free.put(job)
         print(f"{fault.name}: {'MISSED' if found is None else f'found: {found}'}", flush=True)
         return found is not None
 
-    with ThreadPoolExecutor(jobs) as pool:
-        return int(not all(list(pool.map(is_found, faults))))
+    return int(not all(with_each(is_found, faults, range(jobs))))
 
 
 def report(scenario: Scenario, turn: int, found: list[str]) -> int:

@@ -153,13 +153,12 @@ class ReceiveMixin(MooncakeConnectorWorker):
     def _put_failed(self, transfers: list[Transfer], latest: float) -> None:
         """Report failed transfers as settled, later if data of an ended sender is not written yet."""
         loop = asyncio.get_running_loop()
-        if not has_unread_input():
-            self._put(transfers)
-        elif loop.time() < latest:
-            loop.call_later(SETTLE_S, self._put_failed, transfers, latest)
-        else:
+        if has_unread_input():
+            if loop.time() < latest:
+                loop.call_later(SETTLE_S, self._put_failed, transfers, latest)
+                return
             log.error("a closed connection to this worker is not read; the blocks of %s are freed", transfers)
-            self._put(transfers)
+        self._put(transfers)
 
     def _put(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
