@@ -124,24 +124,31 @@ def by_request_v2(runner: Any, chunks: WholeChunks) -> Callable[[Due], None]:
 
 
 def _lacks_whole_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> bool:
-    """Return whether a prompt of a call has a sound with a whole chunk, and no sound in the call itself has one."""
-    whole = [
-        (req_id, item)
-        for req_id in part
-        for item, each in enumerate(features_of(req_id))
-        if each.modality == PADDED and each.data is not None and frames_of(each) >= CHUNK_FRAMES
-    ]
-    return bool(whole) and not any(item in part[req_id] for req_id, item in whole)
+    """Return whether a prompt with a sound in a call has one with a whole chunk, and no sound of the call has one.
+
+    Sounds of prompts of which the call encodes images or videos only do not count.
+    """
+
+    def whole(req_id: str) -> set[int]:
+        features = enumerate(features_of(req_id))
+        return {item for item, each in features if _is_sound(each) and frames_of(each) >= CHUNK_FRAMES}
+
+    with_sound = [whole(req_id) for req_id, items in part.items() if _encodes_sound(items, features_of(req_id))]
+    return any(with_sound) and not any(whole(req_id) & set(items) for req_id, items in part.items())
+
+
+def _encodes_sound(items: list[int], features: Sequence[Any]) -> bool:
+    return any(_is_sound(features[item]) for item in items)
+
+
+def _is_sound(feature: Any) -> bool:
+    return feature.modality == PADDED and feature.data is not None
 
 
 def _parts(due: Due, features_of: Callable[[str], Sequence[Any]]) -> Iterator[Due]:
     """Yield the items of each encoder call: one call per request with sound, if there are several such requests."""
 
-    def padded(req_id: str, items: list[int]) -> bool:
-        features = features_of(req_id)
-        return any(features[item].modality == PADDED and features[item].data is not None for item in items)
-
-    apart = [req_id for req_id, items in due.items() if padded(req_id, items)]
+    apart = [req_id for req_id, items in due.items() if _encodes_sound(items, features_of(req_id))]
     if len(apart) < 2:
         yield due
         return

@@ -64,11 +64,26 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
 
 
 @pytest.mark.parametrize("v2", [False, True])
-def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) -> None:
-    """A block, or another clip, with a whole chunk may be in the encoder cache."""
-    features = {name: [feature("audio"), feature("audio")] for name in ("short", "long")}
+@pytest.mark.parametrize(
+    ("due", "calls"),
+    [
+        (
+            {"short": [1], "long": [1], "whole": [0, 1]},
+            [([], False), (["short"], False), (["long"], True), (["whole"], False)],
+        ),
+        ({"short": [1], "picture": [2]}, [(["short", "picture"], False)]),
+        ({"long": [1], "picture": [2]}, [(["long", "picture"], True)]),
+        ({"picture": [2]}, [(["picture"], False)]),
+    ],
+    ids=str,
+)
+def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(
+    due: dict[str, list[int]], calls: list[tuple[list[str], bool]], v2: bool
+) -> None:
+    """A block, or another clip, with a whole chunk may be in the encoder cache: of this prompt, or of an image's."""
+    features = {name: [feature("audio"), feature("audio"), feature("image")] for name in ("short", "long")}
     features["long"][0].data[LENGTH].data = 100
-    features["whole"] = features["long"]
+    features["whole"] = features["picture"] = features["long"]
     chunks: Any = SimpleNamespace(needed=False)
     seen: list[tuple[list[str], bool]] = []
 
@@ -77,7 +92,6 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) 
         seen.append((list(due), chunks.needed))
         return []
 
-    due = {"short": [1], "long": [1], "whole": [0, 1]}
     if v2:
         state = SimpleNamespace(execute_mm_encoder=execute)
         runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
@@ -88,7 +102,7 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(v2: bool) 
         runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
         encode_apart(runner, chunks)
         runner._execute_mm_encoder(SimpleNamespace(scheduled_encoder_inputs=due))
-    assert seen[1:] == [(["short"], False), (["long"], True), (["whole"], False)]
+    assert seen == calls
 
 
 def test_positions_are_computed_for_whole_sounds() -> None:

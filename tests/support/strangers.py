@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pwd
@@ -51,7 +52,10 @@ def _run(pipe: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> N
 
 
 def ask(addresses: Sequence[str], messages: Sequence[bytes], wait_s: float) -> list[Any]:
-    """Send all messages to all addresses, also as an engine; returns everything received."""
+    """Send all messages to all addresses, also as an engine; returns everything received.
+
+    A port that refuses the handshake leaves the socket without a peer: sending to it would block from then on.
+    """
     heard: list[Any] = []
     with zmq.Context() as context:
         context.sockopts.update({zmq.LINGER: 0})
@@ -66,8 +70,9 @@ def ask(addresses: Sequence[str], messages: Sequence[bytes], wait_s: float) -> l
                     socket.setsockopt(zmq.IDENTITY, ENGINE)
                 socket.connect(address)
                 if kind in (zmq.DEALER, zmq.PUSH):
-                    for message in messages:
-                        socket.send(message)
+                    with contextlib.suppress(zmq.Again):
+                        for message in messages:
+                            socket.send(message, zmq.NOBLOCK)
                 if kind != zmq.PUSH:
                     poller.register(socket, zmq.POLLIN)
         deadline = time.monotonic() + wait_s
