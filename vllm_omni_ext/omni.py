@@ -167,6 +167,7 @@ class AsyncOmni(TargetedLLM):
             limits={each.model_stage: lengths[each.name] for each in stages if each.name in lengths},
             defaults={each.model_stage: each.params for each in stages},
             model_config=model,
+            processor=self.renderer.mm_processor,
         )
         runtime: ModelRuntime = resolve(family.runtime)(context)
         return runtime

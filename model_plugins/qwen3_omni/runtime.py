@@ -13,7 +13,14 @@ from vllm_omni_ext.errors import PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import TALKER, THINKER, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import HEADER, PADS, Medium, PromptSegments, SpecialIds, find_parts
-from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import FRAME_MS, beginning, block_frames, divided
+from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
+    FRAME_MS,
+    beginning,
+    block_frames,
+    divided,
+    named_by_padding,
+)
+from vllm_omni_ext.model_plugins.qwen3_omni.sound_features import pad_to_longest
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
 from vllm_omni_ext.model_plugins.qwen_omni.requests import (
     SAMPLE_RATE_HZ,
@@ -48,6 +55,8 @@ class Qwen3OmniRuntime(SpeakingRuntime):
         config = context.hf_config
         self._ids = SpecialIds.of(config) if config.enable_audio_output else None
         self._block = block_frames(config.thinker_config.audio_config)
+        if context.processor is not None:
+            pad_to_longest(context.processor)
         super().__init__(context, self._ids.speakers if self._ids else ())
 
     @property
@@ -73,11 +82,15 @@ class Qwen3OmniRuntime(SpeakingRuntime):
                 fills the talker's context; or the request's text or `max_tokens` exceed the frames that code2wav can
                 decode.
         """
+        if request.features:
+            request = replace(request, features=named_by_padding(request.features))
         if options.ahead_of is not None:
             return self._plan_ahead(request, options.ahead_of)
         planned = self._plan_answer(request, options)
-        if not (options.in_blocks and request.features):
+        if not request.features:
             return planned
+        if not options.in_blocks:
+            return replace(planned, features=request.features)
         assert self._block is not None, "sounds have blocks"
         return replace(planned, features=divided(request.features, self._block))
 

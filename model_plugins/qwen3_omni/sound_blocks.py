@@ -11,6 +11,7 @@ A louder frame that follows can change the features of earlier blocks, which are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -56,6 +57,35 @@ def frames_of(feature: MultiModalFeatureSpec) -> int:
     """Return the number of frames of a sound whose data are present."""
     assert feature.data is not None
     return int(feature.data[LENGTH].data)  # type: ignore[arg-type]
+
+
+def chunk_frames(feature: MultiModalFeatureSpec) -> int:
+    """Return the number of frames of the longest chunk of a sound whose data are present."""
+    return min(frames_of(feature), CHUNK_FRAMES)
+
+
+def rows_of_chunk(frames: int) -> int:
+    """Return the rows of a chunk: each of the encoder's three convolutions halves its length, rounded up."""
+    return -(-frames // 8)
+
+
+def named_by_padding(features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+    """Return the features of a prompt, in which a sound's identifier has the length that the encoder pads it to.
+
+    The encoder pads the last chunk of a sound to the longest chunk of the prompt's sounds. The rows of a sound without
+    a whole chunk therefore differ from prompt to prompt. An identifier stays if the sound's own chunk is the longest.
+    """
+
+    def known(each: MultiModalFeatureSpec) -> bool:
+        return each.modality == SOUND and each.data is not None
+
+    longest = max((chunk_frames(each) for each in features if known(each)), default=0)
+    return [
+        replace(each, identifier=f"{each.identifier}+{longest}")
+        if known(each) and chunk_frames(each) < longest
+        else each
+        for each in features
+    ]
 
 
 def divided(features: Sequence[MultiModalFeatureSpec], block: int) -> list[MultiModalFeatureSpec]:

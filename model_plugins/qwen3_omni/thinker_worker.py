@@ -1,9 +1,9 @@
 """The thinker's worker: exports the layer that the talker reads, and encodes each request's sound in a separate call.
 
 The audio encoder of Qwen3-Omni pads the last chunk of every clip to the longest chunk of the call. Biases of its
-convolutions turn the padding into nonzero values. The end of a short clip would therefore depend on the other clips of
-the call, by much more than rounding. Transformers encodes the clips of one prompt together; so does this worker. If
-some clips or blocks of a prompt are in the encoder cache, the others are padded as in a call with all of them.
+convolutions turn the padding into nonzero values. The rows of a short clip therefore depend on the other clips of the
+call, by much more than rounding. Transformers encodes the clips of one prompt together. This worker pads as in that
+call, also if it encodes the clips or blocks of a prompt in several steps, or some are in the encoder cache.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 
 from vllm_omni_ext.engine.worker import HiddenStatesExportWorker
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
-    CHUNK_FRAMES,
-    CHUNK_ROWS,
     SOUND,
-    frames_of,
+    chunk_frames,
     joined,
+    rows_of_chunk,
 )
 
 PADDED = SOUND
@@ -39,40 +38,43 @@ class ThinkerWorker(HiddenStatesExportWorker):
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         model = self.model_runner.get_model()
-        encode_apart(self.model_runner, WholeChunks(model.audio_tower))
+        encode_apart(self.model_runner, LongestChunk(model.audio_tower))
         join_blocks(model)
 
 
-class WholeChunks:
-    """Adds a whole chunk of zeros to the next call of an encoder if `needed`, and removes its rows from the output.
+class LongestChunk:
+    """Adds a chunk of zeros to the next call of an encoder, and removes its rows from the output.
 
-    The chunks of the other clips are then padded to a whole chunk.
+    The shorter chunks of the clips are then padded to its length.
+
+    Attributes:
+        frames: length of the chunk; 0 adds none.
 
     Args:
         tower: the encoder; it gets two hooks.
     """
 
     def __init__(self, tower: torch.nn.Module) -> None:
-        self.needed = False
-        self._added = False
+        self.frames = 0
+        self._added = 0
         tower.register_forward_pre_hook(self._before, with_kwargs=True)
         tower.register_forward_hook(self._after)
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         frames, rows = kwargs["feature_lens"], kwargs["aftercnn_lens"]
-        self._added = self.needed
+        self._added = rows_of_chunk(self.frames)
         if not self._added:
             return None
         (features,) = args
-        zeros = features.new_zeros(features.shape[0], CHUNK_FRAMES)
+        zeros = features.new_zeros(features.shape[0], self.frames)
         longer = {
-            "feature_lens": torch.cat([frames, frames.new_tensor([CHUNK_FRAMES])]),
-            "aftercnn_lens": torch.cat([rows, rows.new_tensor([CHUNK_ROWS])]),
+            "feature_lens": torch.cat([frames, frames.new_tensor([self.frames])]),
+            "aftercnn_lens": torch.cat([rows, rows.new_tensor([self._added])]),
         }
         return (torch.cat([features, zeros], dim=1),), kwargs | longer
 
     def _after(self, _: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        return output[:-CHUNK_ROWS] if self._added else None
+        return output[: -self._added] if self._added else None
 
 
 def join_blocks(model: Any) -> None:
@@ -81,15 +83,15 @@ def join_blocks(model: Any) -> None:
     model.get_mrope_input_positions = lambda tokens, features: positions(tokens, joined(features))
 
 
-def encode_apart(runner: Any, chunks: WholeChunks) -> None:
+def encode_apart(runner: Any, chunk: LongestChunk) -> None:
     """Make a runner (V1 or V2, with its model loaded) call its encoder once for each request with sound."""
     if hasattr(runner, "model_state"):
-        runner.model_state.execute_mm_encoder = by_request_v2(runner, chunks)
+        runner.model_state.execute_mm_encoder = by_request_v2(runner, chunk)
     else:
-        runner._execute_mm_encoder = by_request(runner, chunks)
+        runner._execute_mm_encoder = by_request(runner, chunk)
 
 
-def by_request(runner: Any, chunks: WholeChunks) -> Callable[[Any], list[Any]]:
+def by_request(runner: Any, chunk: LongestChunk) -> Callable[[Any], list[Any]]:
     """Return a V1 runner's `_execute_mm_encoder` with a call for each request with sound, and one for all others."""
     execute = runner._execute_mm_encoder
 
@@ -101,14 +103,14 @@ def by_request(runner: Any, chunks: WholeChunks) -> Callable[[Any], list[Any]]:
         for part in _parts(step.scheduled_encoder_inputs, features_of):
             some = copy.copy(step)
             some.scheduled_encoder_inputs = part
-            chunks.needed = _lacks_whole_chunk(part, features_of)
+            chunk.frames = _lacking_chunk(part, features_of)
             outputs += execute(some)
         return outputs
 
     return execute_apart
 
 
-def by_request_v2(runner: Any, chunks: WholeChunks) -> Callable[[Due], None]:
+def by_request_v2(runner: Any, chunk: LongestChunk) -> Callable[[Due], None]:
     """Return what `by_request` returns, for the `execute_mm_encoder` of Model Runner V2's model state."""
     execute = runner.model_state.execute_mm_encoder
 
@@ -117,24 +119,22 @@ def by_request_v2(runner: Any, chunks: WholeChunks) -> Callable[[Due], None]:
 
     def execute_apart(due: Due) -> None:
         for part in _parts(due, features_of):
-            chunks.needed = _lacks_whole_chunk(part, features_of)
+            chunk.frames = _lacking_chunk(part, features_of)
             execute(part)
 
     return execute_apart
 
 
-def _lacks_whole_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> bool:
-    """Return whether a prompt with a sound in a call has one with a whole chunk, and no sound of the call has one.
+def _lacking_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> int:
+    """Return the frames of the longest chunk of a prompt whose sound a call encodes; 0 if a sound of the call has it.
 
     Sounds of prompts of which the call encodes images or videos only do not count.
     """
-
-    def whole(req_id: str) -> set[int]:
-        features = enumerate(features_of(req_id))
-        return {item for item, each in features if _is_sound(each) and frames_of(each) >= CHUNK_FRAMES}
-
-    with_sound = [whole(req_id) for req_id, items in part.items() if _encodes_sound(items, features_of(req_id))]
-    return any(with_sound) and not any(whole(req_id) & set(items) for req_id, items in part.items())
+    with_sound = [(items, features_of(req_id)) for req_id, items in part.items()]
+    with_sound = [(items, features) for items, features in with_sound if _encodes_sound(items, features)]
+    longest = max((chunk_frames(each) for _, features in with_sound for each in features if _is_sound(each)), default=0)
+    encoded = [features[item] for items, features in with_sound for item in items]
+    return 0 if any(_is_sound(each) and chunk_frames(each) == longest for each in encoded) else longest
 
 
 def _encodes_sound(items: list[int], features: Sequence[Any]) -> bool:

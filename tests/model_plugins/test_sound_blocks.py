@@ -38,8 +38,10 @@ from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
     divided,
     frames_of,
     joined,
+    named_by_padding,
+    rows_of_chunk,
 )
-from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import WholeChunks
+from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import LongestChunk
 from vllm_omni_ext.model_plugins.qwen_omni.requests import position_model
 
 BLOCK, BLOCK_ROWS = 200, 26
@@ -187,17 +189,43 @@ class Tower(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("needed", "frames", "longest"), [(False, [40, 60], 60), (True, [40, 60], CHUNK_FRAMES), (False, [40, 150], 100)]
+    ("added", "frames", "longest"),
+    [(0, [40, 60], 60), (100, [40, 60], 100), (70, [40, 60], 70), (1, [40], 40), (0, [40, 150], 100)],
 )
-def test_short_clips_are_padded_to_a_whole_chunk_if_needed(needed: bool, frames: list[int], longest: int) -> None:
+def test_short_clips_are_padded_to_an_added_chunk(added: int, frames: list[int], longest: int) -> None:
     tower = Tower()
-    chunks = WholeChunks(tower)
+    chunk = LongestChunk(tower)
     lens = torch.tensor(frames)
     rows = _get_feat_extract_output_lengths(lens)
-    for chunks.needed in (not needed, needed):
+    for chunk.frames in (90, added):
         found = tower(torch.zeros(BINS, sum(frames)), feature_lens=lens, aftercnn_lens=rows)
         assert found.shape == (int(rows.sum()), 2)
-    assert set(found.flatten().tolist()) == {longest} and rows_of(CHUNK_FRAMES) == CHUNK_ROWS
+    assert set(found.flatten().tolist()) == {longest}
+
+
+def test_rows_of_a_chunk_are_those_of_vllms_model_code() -> None:
+    assert [rows_of_chunk(frames) for frames in range(CHUNK_FRAMES + 1)] == [0, *map(rows_of, range(1, 101))]
+    assert rows_of_chunk(CHUNK_FRAMES) == CHUNK_ROWS
+
+
+@pytest.mark.parametrize(
+    ("frames", "names"),
+    [
+        ([40], ["name0"]),
+        ([40, 40], ["name0", "name1"]),
+        ([40, 60], ["name0+60", "name1"]),
+        ([60, 130, 40], ["name0+100", "name1", "name2+100"]),
+        ([130, 220], ["name0", "name1"]),
+    ],
+)
+def test_sounds_are_named_by_the_length_to_which_the_encoder_pads_them(frames: list[int], names: list[str]) -> None:
+    """The encoder cache and the prefix cache keep the rows of a short sound for each length."""
+    picture = MultiModalFeatureSpec(None, "image", "picture", PlaceholderRange(offset=0, length=9), mm_hash="picture")
+    sounds = [sound(noise(count), 10 + 200 * i, f"name{i}") for i, count in enumerate(frames)]
+    found = named_by_padding([picture, *sounds])
+    assert [each.identifier for each in found] == ["picture", *names]
+    assert [each.mm_hash for each in found] == ["picture", *(each.mm_hash for each in sounds)], "sent once"
+    assert named_by_padding([]) == []
 
 
 class Rows(torch.nn.Module):
@@ -219,17 +247,20 @@ class Rows(torch.nn.Module):
 
 
 @torch.inference_mode()
-def test_rows_of_blocks_that_are_encoded_apart_are_those_of_the_whole_sound() -> None:
+@pytest.mark.parametrize("sizes", [[BLOCK, BLOCK, 30], [30, 70], [70, 30], [40, 60, 250]], ids=str)
+def test_rows_of_sounds_that_are_encoded_apart_are_those_of_one_call(sizes: list[int]) -> None:
     tower = Rows()
-    chunks = WholeChunks(tower)
-    features = torch.randn(16, 2 * BLOCK + 30)
+    chunk = LongestChunk(tower)
+    features = torch.randn(16, sum(sizes))
 
-    def encoded(values: torch.Tensor) -> torch.Tensor:
-        lens = torch.tensor([values.shape[1]])
-        rows: torch.Tensor = tower(values, feature_lens=lens, aftercnn_lens=_get_feat_extract_output_lengths(lens))
+    def encoded(values: torch.Tensor, lens: list[int]) -> torch.Tensor:
+        frames = torch.tensor(lens)
+        rows: torch.Tensor = tower(values, feature_lens=frames, aftercnn_lens=_get_feat_extract_output_lengths(frames))
         return rows
 
-    whole, parts = encoded(features), features.split(BLOCK, 1)
-    assert not torch.allclose(encoded(parts[-1]), whole[2 * BLOCK_ROWS :], atol=1e-3), "padding has influence"
-    chunks.needed = True
-    torch.testing.assert_close(torch.cat([encoded(each) for each in parts]), whole, atol=1e-5, rtol=1e-4)
+    together, parts = encoded(features, sizes), features.split(sizes, 1)
+    apart = [encoded(each, [each.shape[1]]) for each in parts]
+    assert not torch.allclose(torch.cat(apart), together, atol=1e-3), "padding has influence"
+    chunk.frames = min(max(sizes), CHUNK_FRAMES)
+    apart = [encoded(each, [each.shape[1]]) for each in parts]
+    torch.testing.assert_close(torch.cat(apart), together, atol=1e-5, rtol=1e-4)

@@ -41,11 +41,11 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
     seen: list[dict[str, list[int]]] = []
     features = {name: [feature(each) for each in FEATURES[name]] for name in names}
     due = {name: list(range(len(FEATURES[name]))) for name in names}
-    chunks: Any = SimpleNamespace(needed=False)
+    chunk: Any = SimpleNamespace(frames=0)
     if v2:
         state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(dict(due)))
         runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
-        encode_apart(runner, chunks)
+        encode_apart(runner, chunk)
         runner.model_state.execute_mm_encoder(due)
     else:
 
@@ -55,7 +55,7 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
 
         requests = {name: SimpleNamespace(mm_features=features[name]) for name in names}
         runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
-        encode_apart(runner, chunks)
+        encode_apart(runner, chunk)
         step = SimpleNamespace(scheduled_encoder_inputs=dict(due), other="kept")
         assert sorted(runner._execute_mm_encoder(step)) == sorted(names)
         assert step.scheduled_encoder_inputs == due
@@ -69,38 +69,44 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
     [
         (
             {"short": [1], "long": [1], "whole": [0, 1]},
-            [([], False), (["short"], False), (["long"], True), (["whole"], False)],
+            [([], 0), (["short"], 0), (["long"], 100), (["whole"], 0)],
         ),
-        ({"short": [1], "picture": [2]}, [(["short", "picture"], False)]),
-        ({"long": [1], "picture": [2]}, [(["long", "picture"], True)]),
-        ({"picture": [2]}, [(["picture"], False)]),
+        ({"shorter": [0]}, [(["shorter"], 40)]),
+        ({"shorter": [1], "shorter too": [0]}, [([], 0), (["shorter"], 0), (["shorter too"], 40)]),
+        ({"short": [1], "picture": [2]}, [(["short", "picture"], 0)]),
+        ({"long": [1], "picture": [2]}, [(["long", "picture"], 100)]),
+        ({"picture": [2]}, [(["picture"], 0)]),
+        ({}, [([], 0)]),
     ],
     ids=str,
 )
 def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(
-    due: dict[str, list[int]], calls: list[tuple[list[str], bool]], v2: bool
+    due: dict[str, list[int]], calls: list[tuple[list[str], int]], v2: bool
 ) -> None:
-    """A block, or another clip, with a whole chunk may be in the encoder cache: of this prompt, or of an image's."""
-    features = {name: [feature("audio"), feature("audio"), feature("image")] for name in ("short", "long")}
-    features["long"][0].data[LENGTH].data = 100
+    """A longer sound may be in the encoder cache: of this prompt, or of the prompt of an image."""
+    names = ("short", "shorter", "long")
+    features = {name: [feature("audio"), feature("audio"), feature("image")] for name in names}
+    features["shorter"][0].data[LENGTH].data = 30
+    features["long"][0].data[LENGTH].data = 250
     features["whole"] = features["picture"] = features["long"]
-    chunks: Any = SimpleNamespace(needed=False)
-    seen: list[tuple[list[str], bool]] = []
+    features["shorter too"] = features["shorter"]
+    chunk: Any = SimpleNamespace(frames=0)
+    seen: list[tuple[list[str], int]] = []
 
     def execute(given: Any) -> list[str]:
         due = given if v2 else given.scheduled_encoder_inputs
-        seen.append((list(due), chunks.needed))
+        seen.append((list(due), chunk.frames))
         return []
 
     if v2:
         state = SimpleNamespace(execute_mm_encoder=execute)
         runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
-        encode_apart(runner, chunks)
+        encode_apart(runner, chunk)
         runner.model_state.execute_mm_encoder(due)
     else:
         requests = {name: SimpleNamespace(mm_features=each) for name, each in features.items()}
         runner = SimpleNamespace(requests=requests, _execute_mm_encoder=execute)
-        encode_apart(runner, chunks)
+        encode_apart(runner, chunk)
         runner._execute_mm_encoder(SimpleNamespace(scheduled_encoder_inputs=due))
     assert seen == calls
 

@@ -60,6 +60,7 @@ CASES: dict[str, Case] = {
     "video": Case([user(watched(4, 3), "What happens?")]),
     "two_images_and_audio": Case([user(seen(64, 64, 4), seen(96, 128, 5), heard(0.7, 6), "Compare them, please.")]),
     "media_in_an_earlier_turn": Case([user(seen(64, 64, 7), "And this?"), TURNS[1], user(heard(0.5, 8), "Now?")]),
+    "two_short_sounds": Case([user(heard(0.3, 13), "word " * 30), TURNS[1], user(heard(0.6, 33), "Now?")]),
     "long_prompt": Case([user("word " * 300)]),
     "long_media_prompt": Case([SYSTEM, user("before " * 60, seen(192, 160, 9), "after " * 40, heard(3.0, 10))]),
     "long_answer": Case([user("Tell me a long story.")], text=96, frames=200),
@@ -121,6 +122,15 @@ def test_one_by_one(name: str, omni: Any, oracle: Oracle, expected: dict[str, Go
     (output,) = answer(omni, oracle, [name])
     check(output, expected[name])
     assert omni._omni.orchestrator.held() == 0
+
+
+def test_a_sound_of_an_earlier_prompt_changes_no_answer(omni: Any, oracle: Oracle) -> None:
+    """The caches have its features and rows, which were computed without the longer sound of the second prompt."""
+    first = Case([user(heard(0.3, 8), "Now?")])
+    later = Case([user(heard(0.3, 8), "x"), TURNS[1], user(heard(1.2, 100), "Now?")])
+    for case in (first, later, first):
+        (output,) = omni.generate([prompt(oracle, case)], [sampling(case)], use_tqdm=False)
+        check(output, golden(oracle, case))
 
 
 @pytest.mark.parametrize("name", ["audio", "video", "turns"])

@@ -119,6 +119,7 @@ class RuntimeContext:
         defaults: default parameters by stage: the stage config's over the pipeline's.
         model_config: vLLM's `ModelConfig` of the frontend, e.g. to find the checkpoint's files; None in tests that
             need none.
+        processor: vLLM's multimodal processor of the frontend; None without one.
     """
 
     hf_config: Any
@@ -128,6 +129,7 @@ class RuntimeContext:
     limits: Mapping[str, int] = field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model_config: Any = None
+    processor: Any = None
 
 
 class ModelRuntime(Protocol):

@@ -1,0 +1,53 @@
+"""Features of each sound as in one call of Transformers' processor with all sounds of the prompt.
+
+That call pads the samples with zeros to the longest sound. The window of a shorter sound's last frame contains zeros,
+the window of the longest sound's last frame its mirrored samples. vLLM calls the processor with the sounds that its
+processor cache lacks, so the last frame would depend on the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.multimodal.parse import AudioProcessorItems
+
+from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import SOUND
+
+OPTIONS = "audio_kwargs"
+"""Keyword of Transformers' processor: options of the feature extractor."""
+
+
+def pad_to_longest(processor: Any) -> None:
+    """Make a processor (vLLM's, one object) pad to the longest sound of the prompt, and name sounds by it.
+
+    A sound that another one of its prompt exceeds gets a hash of its own in the caches.
+    """
+    hop = int(processor.info.get_hf_processor().feature_extractor.hop_length)
+    hashes, missing = processor._get_mm_hashes, processor._get_cache_missing_processor_kwargs
+
+    def named(inputs: Any) -> Mapping[str, list[str]]:
+        found: Mapping[str, list[str]] = hashes(inputs)
+        frames = _frames(inputs, hop)
+        if len(frames) < 2:
+            return found
+        names = [f"{name}+0" if 0 < own < max(frames) else name for name, own in zip(found[SOUND], frames, strict=True)]
+        return {**found, SOUND: names}
+
+    def padded(inputs: Any, cached: Any) -> Mapping[str, Any]:
+        options: Mapping[str, Any] = missing(inputs, cached)
+        frames = _frames(inputs, hop)
+        if len(frames) < 2:
+            return options
+        length = {"padding": "max_length", "max_length": max(frames) * hop}
+        return {**options, OPTIONS: {**options.get(OPTIONS, {}), **length}}
+
+    processor._get_mm_hashes, processor._get_cache_missing_processor_kwargs = named, padded
+
+
+def _frames(inputs: Any, hop: int) -> list[int]:
+    """Return the number of frames of each sound, rounded up as vLLM does; 0 for one without samples."""
+    sounds = inputs.mm_data_items.get(SOUND)
+    if not isinstance(sounds, AudioProcessorItems):
+        return []
+    return [-(-sounds.get_audio_length(i) // hop) if sounds.get(i) is not None else 0 for i in range(len(sounds))]
