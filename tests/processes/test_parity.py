@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,37 @@ def test_a_sound_of_an_earlier_prompt_changes_no_answer(omni: Any, oracle: Oracl
     for case in (first, later, first):
         (output,) = omni.generate([prompt(oracle, case)], [sampling(case)], use_tqdm=False)
         check(output, golden(oracle, case))
+
+
+MEDIA = [
+    *(heard(seconds, seed) for seed, seconds in enumerate((0.2, 0.31, 0.4, 0.7, 0.99, 1.0, 2.5, 9.3))),
+    *(seen(32 * width, 32 * height, width) for width, height in ((1, 2), (3, 3), (6, 4))),
+    *(watched(frames, frames) for frames in (2, 5)),
+]
+WORDS = ("red", "cat", "moon", "why", "stage", "replica")
+
+
+def conversation(rng: random.Random) -> Case:
+    """A conversation of up to four turns, whose user turns have up to three media at any place."""
+    messages = [SYSTEM] if rng.random() < 0.3 else []
+    for turn in range(rng.randint(1, 4)):
+        messages += [{"role": "assistant", "content": rng.choice(WORDS)}] if turn else []
+        content: list[Any] = [rng.choice(MEDIA) for _ in range(rng.randint(0, 3))]
+        content.insert(rng.randint(0, len(content)), " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 40)))))
+        messages.append(user(*content))
+    return Case(messages, text=12, frames=16)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(8))
+def test_any_conversations_at_once(seed: int, omni: Any, oracle: Oracle) -> None:
+    """With media that are in the caches, and that several steps compute."""
+    rng = random.Random(seed)
+    cases = [conversation(rng) for _ in range(8)]
+    got = omni.generate([prompt(oracle, each) for each in cases], [sampling(each) for each in cases], use_tqdm=False)
+    for case, output in zip(cases, got, strict=True):
+        check(output, golden(oracle, case))
+    assert omni._omni.orchestrator.held() == 0
 
 
 @pytest.mark.parametrize("name", ["audio", "video", "turns"])
