@@ -200,6 +200,7 @@ def where(module: Module, node: ast.AST) -> str:
     return f"{module.file.relative_to(ROOT)}:{node.lineno}"
 
 
+@pytest.mark.slow
 def test_a_module_imports_only_its_own_layer_and_lower_ones():
     wrong = [
         f"{module.name} (layer {layer(module.name)}) imports {name} (layer {layer(name)})"

@@ -108,6 +108,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Oracl
             del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(90,), (1, 2, 4, 8, 16, 25, 34), (1,) * 90, (60, 1, 29)], ids=str)
 def test_parts_of_frames_decode_to_the_sound_of_the_whole(alone: tuple[Any, Oracle], sizes: tuple[int, ...]) -> None:
     """90 frames are 180 positions of the codec's transformer, whose window has 24."""
@@ -123,6 +124,7 @@ def test_parts_of_frames_decode_to_the_sound_of_the_whole(alone: tuple[Any, Orac
     np.testing.assert_allclose(wave, oracle.sound(frames.numpy()), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", [0, 1, 5])
 @pytest.mark.parametrize("reference", [False, True])
 def test_the_input_provider_makes_the_frames_of_transformers(

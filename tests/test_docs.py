@@ -152,6 +152,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 README_PLANS = [words[2:] for words in commands(README.read_text(encoding="utf-8")) if words[1] in ("serve", "plan")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", README_PLANS, ids=" ".join)
 def test_server_commands_of_the_readme_have_a_plan(words: list[str], shapes: dict[str, str]) -> None:
     machine = [] if "--machine" in words else ["--machine", "cuda:141GiBx3"]

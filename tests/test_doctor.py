@@ -93,6 +93,7 @@ def test_the_text_has_everything_about_every_patch(capsys):
         assert all(word in text for word in (patch.name, patch.target, patch.why, patch.upstream, patch.remove_when))
 
 
+@pytest.mark.slow
 def test_a_changed_vllm_fails(copy, capsys, monkeypatch):
     assert wrong() == {"vLLM": {}, "patches": {}, "seams": {}, "overrides at run time": {}}
     replace(copy / "entrypoints/llm.py", '"""LLM constructor."""', 'print("another body")')
@@ -110,6 +111,7 @@ def test_a_changed_vllm_fails(copy, capsys, monkeypatch):
     assert "has no vllm.v1.engine.utils:launch_core_engines" in str(wrong()["seams"])
 
 
+@pytest.mark.slow
 def test_another_version_fails_and_is_compared_with_the_nearest_one(copy, monkeypatch):
     (copy / "_version.py").write_text("__version__ = version = '9.0.1'\n")
     monkeypatch.setattr(patching.seams, "nearest", lambda version, package="": series(VERSION))
@@ -127,6 +129,7 @@ def test_no_vllm_fails(tmp_path, monkeypatch):
     assert list(wrong()) == ["vLLM"]
 
 
+@pytest.mark.slow
 def test_another_vllm_is_compared_with_the_installed_one(copy, tmp_path, capsys):
     assert main(["--against", str(copy)]) == 0
     other = shutil.copytree(copy, tmp_path / "other")

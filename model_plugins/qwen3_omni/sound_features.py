@@ -21,7 +21,8 @@ OPTIONS = "audio_kwargs"
 def pad_to_longest(processor: Any) -> None:
     """Make a processor (vLLM's, one object) pad to the longest sound of the prompt, and name sounds by it.
 
-    A sound that another one of its prompt exceeds gets a hash of its own in the caches.
+    A sound that another one of its prompt exceeds gets a hash of its own in the caches. A client's own name of a sound
+    (vLLM's `uuid`) stays, so that a later prompt can have the name alone.
     """
     hop = int(processor.info.get_hf_processor().feature_extractor.hop_length)
     hashes, missing = processor._get_mm_hashes, processor._get_cache_missing_processor_kwargs
@@ -31,7 +32,11 @@ def pad_to_longest(processor: Any) -> None:
         frames = _frames(inputs, hop)
         if len(frames) < 2:
             return found
-        names = [f"{name}+0" if 0 < own < max(frames) else name for name, own in zip(found[SOUND], frames, strict=True)]
+        given = (inputs.mm_uuid_items or {}).get(SOUND) or [None] * len(frames)
+        names = [
+            f"{name}+0" if 0 < own < max(frames) and uuid is None else name
+            for name, own, uuid in zip(found[SOUND], frames, given, strict=True)
+        ]
         return {**found, SOUND: names}
 
     def padded(inputs: Any, cached: Any) -> Mapping[str, Any]:

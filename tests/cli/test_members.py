@@ -55,6 +55,7 @@ def test_short_flags_do_not_shadow_those_of_vllm() -> None:
     assert [(a, b) for a in ours for b in others if a.startswith(b) or b.startswith(a)] == []
 
 
+@pytest.mark.slow
 def test_flags_set_their_keys(model: str) -> None:
     words = ["--omni-lb-policy", "random", "--omni-heartbeat-timeout", "1", "--omni-drain-timeout", "2"]
     words += ["--omni-replica-wait-timeout", "3", "--omni-restart-limit", "0", "--omni-cluster-secret-file", "secret"]
@@ -106,6 +107,7 @@ def test_flags_set_their_keys(model: str) -> None:
         assert (config.cluster.master_address, config.cluster.master_port) == HEAD_AT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "stage"), [(0, "thinker"), (1, "talker"), (2, "code2wav")])
 def test_a_headless_process_runs_its_stage_alone(model: str, number: int, stage: str, tmp_path: Path) -> None:
     expected = Headless(stage=stage, replicas=3, head=HEAD_AT, replica_address="10.0.0.2")
@@ -122,6 +124,7 @@ def test_a_headless_process_runs_its_stage_alone(model: str, number: int, stage:
     assert replicas(plan) == [1, 1, 1] and headless_of(args, plan) is None
 
 
+@pytest.mark.slow
 def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
     words = ["--stage-overrides", '{"talker": {"max_num_seqs": 3, "seed": 7}}', "--max-num-seqs", "5"]
     plan = planned(model, "--headless", "--stage", "talker", *HEAD, *words)[0]
@@ -129,6 +132,7 @@ def test_a_headless_process_has_the_settings_of_its_stage(model: str) -> None:
         assert stage.engine_args == planned(model, *HEAD, *words)[0].stage(stage.name).engine_args
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

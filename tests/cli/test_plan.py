@@ -24,6 +24,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_qwen3_omni(tmp_path_factory.mktemp("released"), released_shape=True))
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_machine_or_for_this_one(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--machine", f"{H100}x2", "--max-model-len", "32768"]) == 0
     told = capsys.readouterr().out
@@ -68,6 +69,7 @@ def test_a_plan_is_printed_as_json(released: str, capsys: pytest.CaptureFixture[
     assert refused["memory"][0]["free_bytes"] < 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [[], ["--headless", "--stage", "thinker", "-oma", "127.0.0.1", "-omp", "9100"]], ids=["head", "headless"]
 )
@@ -117,6 +119,7 @@ def test_sizes_of_the_devices_come_from_nvml_only(monkeypatch: pytest.MonkeyPatc
         assert (found.device_count, found.device_bytes) == (2, sizes)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_weights_is_measured_by_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_qwen3_omni(tmp_path / "tiny", real_vocab=True)
     assert main([str(model), "--json", "--machine", "cuda:12GiB", "--dtype", "bfloat16"]) == 0

@@ -36,6 +36,7 @@ def error_of(*words: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_head_makes_a_secret_prints_how_to_copy_it_and_uses_it_again(model: str) -> None:
     file = default_file()
     assert decided(model)[0].config.cluster.cluster_secret_file is None and not file.exists(), "all is on this machine"
@@ -49,6 +50,7 @@ def test_a_head_makes_a_secret_prints_how_to_copy_it_and_uses_it_again(model: st
     assert told == [f"cluster secret: {file}; this user's replicas on this host find it; other hosts: {how}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_first", [True, False])
 def test_replicas_of_the_same_host_find_the_secret_in_any_start_order(model: str, head_first: bool) -> None:
     head, replicas = [model, *HERE], [model, *HEADLESS, *HERE]
@@ -73,6 +75,7 @@ def test_replicas_of_another_host_are_refused_without_the_secret(model: str) -> 
     assert not default_file().exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", [[], HEADLESS])
 def test_a_given_file_is_used_and_its_mode_is_checked(model: str, tmp_path: Path, role: list[str]) -> None:
     file = tmp_path / "named"
@@ -86,6 +89,7 @@ def test_a_given_file_is_used_and_its_mode_is_checked(model: str, tmp_path: Path
     assert told == [f"warning: the cluster secret can be read by other users: chmod 600 {file}"]
 
 
+@pytest.mark.slow
 def test_wrong_settings_of_the_secret_are_refused_before_any_start(model: str, tmp_path: Path) -> None:
     named = ["--omni-cluster-secret-file", str(tmp_path / "named")]
     assert error_of(model, *HERE, *named).startswith("coordinator secret: cannot read")

@@ -57,6 +57,7 @@ def ends() -> Iterator[tuple[SharedProducer, SharedConsumer]]:
         yield producer, consumer
 
 
+@pytest.mark.slow
 def test_no_chunk_makes_a_file_or_a_descriptor(
     ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(prompts, min_size=1, max_size=8), steps, st.integers(0, 40))
 def test_a_request_exports_each_hidden_state_once_in_order(

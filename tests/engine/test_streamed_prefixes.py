@@ -278,6 +278,7 @@ class World:
             block[position % BLOCK] = "lost" if lost else inputs[position]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(1000))
 @given(moves)
 def test_every_block_was_computed_from_the_input_of_the_requests_that_read_it(

@@ -22,6 +22,9 @@ from pathlib import Path
 from tests.faults.table import ROOT, Fault, read
 from tests.support.sharing import with_each
 
+MARKS = {"quick": "not engine and not extended and not slow", "test": "not extended", "all": ""}
+"""Tests that a suite runs, as an expression for pytest's `-m`."""
+
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest. All others mean that it could not run the tests."""
 
@@ -49,9 +52,8 @@ def run(faults: list[Fault], copies: list[Path], tests: list[str] | None, *, sou
     """Run the tests of all faults without a fault, then with each of them; returns the exit status."""
     for copy in copies:
         copy_repository(copy)
-    wanted = sorted({test for fault in faults for test in tests or fault.tests})
-    if not sound and pytest(copies[0], wanted, "-n", str(len(copies))) != (PASSED, ""):
-        print(f"These tests fail without a fault: {' '.join(wanted)}")
+    if not sound and (failing := fails_without_a_fault(faults, copies, tests)):
+        print(f"These tests fail without a fault: {' '.join(failing)}")
         return 1
 
     def is_found(fault: Fault, copy: Path) -> bool:
@@ -59,7 +61,7 @@ def run(faults: list[Fault], copies: list[Path], tests: list[str] | None, *, sou
         file = copy / fault.file
         text = file.read_text()
         file.write_text(fault.changed(text))
-        status, failed = pytest(copy, tests or fault.tests)
+        status, failed = pytest(copy, tests or fault.tests, "-m", MARKS[fault.suite])
         file.write_text(text)
         found = {PASSED: "MISSED", FAILED: f"found by {failed}"}.get(status, f"pytest ended with {status}")
         print(f"{fault.name} ({fault.suite}, {time.monotonic() - began:.0f} s): {found}", flush=True)
@@ -68,6 +70,15 @@ def run(faults: list[Fault], copies: list[Path], tests: list[str] | None, *, sou
     missed = [fault.name for fault, found in zip(faults, with_each(is_found, faults, copies), strict=True) if not found]
     print(f"{len(faults) - len(missed)} of {len(faults)} faults found" + f"; not: {', '.join(missed)}" * bool(missed))
     return 1 if missed else 0
+
+
+def fails_without_a_fault(faults: list[Fault], copies: list[Path], tests: list[str] | None) -> list[str]:
+    """Run the tests of all faults without a fault; returns those of the first suite in which one fails."""
+    for suite in sorted({fault.suite for fault in faults}):
+        wanted = sorted({test for fault in faults if fault.suite == suite for test in tests or fault.tests})
+        if pytest(copies[0], wanted, "-m", MARKS[suite], "-n", str(len(copies))) != (PASSED, ""):
+            return wanted
+    return []
 
 
 def pytest(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:

@@ -46,6 +46,7 @@ def test_the_released_shape_speaks_faster_than_real_time(module: ModuleType, tmp
         assert level["answers"] == 4 * level["concurrency"] and level["sound_per_s"] > 1
 
 
+@pytest.mark.slow
 def test_the_stages_fit_onto_one_device(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = module.engine_settings(LEVELS, device_bytes=79 * GIB)
     stages = settings["stage_overrides"]

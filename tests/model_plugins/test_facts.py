@@ -45,6 +45,7 @@ def quantizable(found: StageFacts) -> WeightPart:
     return part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SMALL, REAL_VOCAB, RELEASED], ids=lambda sizes: sizes.name)
 def test_the_stages_have_all_weights_of_the_model(sizes: Sizes) -> None:
     config = config_of(sizes)
@@ -116,6 +117,7 @@ def test_stored_files_have_the_sizes_of_their_types() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "width"),
     [

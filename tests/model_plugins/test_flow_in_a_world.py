@@ -128,6 +128,7 @@ def spoken(track: list[int], prompt: list[int] = PROMPT, hidden: list[int] | Non
 STAGES = {"talker": talker, "code2wav": code2wav}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "frames"), PAIRS[: examples(len(PAIRS))])
 def test_a_reply_is_spoken_alike_with_any_failure(text: ChunkSchedule, frames: ChunkSchedule) -> None:
     flow = partial(SpeechFlow, speech(), text=text, frames=frames)
@@ -136,6 +137,7 @@ def test_a_reply_is_spoken_alike_with_any_failure(text: ChunkSchedule, frames: C
     np.testing.assert_array_equal(answer.outputs["audio"], spoken(list(REPLY[:-1])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frames", SCHEDULES)
 def test_a_text_is_read_aloud_alike_with_any_failure(frames: ChunkSchedule) -> None:
     flow = partial(ReadAloudFlow, speech(), REPLY[:-1], frames=frames)
@@ -144,6 +146,7 @@ def test_a_text_is_read_aloud_alike_with_any_failure(frames: ChunkSchedule) -> N
     np.testing.assert_array_equal(answer.outputs["audio"], spoken(list(REPLY[:-1])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "with_token"), [(SCHEDULES[0], 0), (SCHEDULES[1], 0), (SCHEDULES[1], 2), (SCHEDULES[2], 3)]
 )

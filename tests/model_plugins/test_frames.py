@@ -162,6 +162,7 @@ def test_a_pass_of_the_vocoder_takes_few_calls(module: ModuleType) -> None:
     assert calls.inside["conv1d"] == 28, "the count has seen the whole pass"
 
 
+@pytest.mark.slow
 def test_the_calls_do_not_depend_on_the_batch_or_the_length_of_a_pass(module: ModuleType) -> None:
     few, many = module.of_a_frame(2), module.of_a_frame(8)
     assert (few.inside, few.outside) == (many.inside, many.outside)

@@ -20,7 +20,7 @@ def inputs(*lengths: int | None) -> Any:
     sounds = [None if length is None else np.zeros(length, np.float32) for length in lengths]
     items = {"audio": AudioProcessorItems(sounds)} if lengths else {}
     image = ImageProcessorItems([np.zeros((4, 4, 3), np.uint8)])
-    return SimpleNamespace(mm_data_items=MultiModalDataItems({**items, "image": image}))
+    return SimpleNamespace(mm_data_items=MultiModalDataItems({**items, "image": image}), mm_uuid_items=None)
 
 
 def processor() -> Any:
@@ -57,3 +57,9 @@ def test_sounds_are_padded_to_the_longest_and_shorter_ones_have_names_of_their_o
     else:
         audio = {"sampling_rate": 16_000, "padding": "max_length", "max_length": padded}
         assert options == {"audio_kwargs": audio, "do_resize": False}
+
+
+def test_a_name_of_the_client_stays() -> None:
+    given = inputs(480, 320, 1600)
+    given.mm_uuid_items = {"audio": ["mine", None, None]}
+    assert processor()._get_mm_hashes(given)["audio"] == ["audio0", "audio1+0", "audio2"]

@@ -169,6 +169,7 @@ def plan(oracle: Oracle, heard: Heard, text: Any) -> Planned:
     return Qwen3OmniRuntime(context).plan(request, options)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("text", ["all", [1, 3]], ids=str)
 @pytest.mark.parametrize("name", CONVERSATIONS)

@@ -42,6 +42,7 @@ def stream(vocoder: Vocoder, codes: Tensor, schedule: Iterable[int]) -> Tensor:
     raise AssertionError("the schedule is empty")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

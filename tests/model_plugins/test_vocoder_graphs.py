@@ -35,6 +35,7 @@ def recorded() -> tuple[Vocoder, TapeRecorder]:
     return vocoder, tape
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(12))
 @given(
     st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(sum), min_size=1, max_size=6),

@@ -249,6 +249,7 @@ async def abort_a(world: World, unread: int, ticks: int) -> None:
     world.check("b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sound", [False, True])
 @pytest.mark.parametrize("at", range(STEPS))
 async def test_an_abort_at_any_moment_leaves_nothing(at: int, sound: bool) -> None:
@@ -307,6 +308,7 @@ async def test_a_stop_string_ends_prefill_and_decode(tokens: int) -> None:
     await world.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 @pytest.mark.parametrize("stage", [PREFILL, "text"])
@@ -321,6 +323,7 @@ LEFT_ON_THE_WAY = (1519, 1872)
 """In which a client leaves while its request moves to another replica, or while its replica dies."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*seeds(200), *DIED_UNREAD, *LEFT_ON_THE_WAY])
 async def test_no_answer_changes_in_any_course_of_events(seed: int) -> None:
     await any_course_of_events(seed, PREFILL, *STAGES)

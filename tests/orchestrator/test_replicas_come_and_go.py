@@ -23,6 +23,7 @@ from vllm_omni_ext.errors import RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("how", ["kill", "freeze"])
 @pytest.mark.parametrize("stage", STAGES)

@@ -48,6 +48,7 @@ def replaced(path: Path) -> Iterator[str]:
                     yield text
 
 
+@pytest.mark.slow
 def test_assignments_to_foreign_attributes_are_declared() -> None:
     files = [path for folder in ("vllm_omni_ext", "model_plugins", "patches") for path in (ROOT / folder).rglob("*.py")]
     undeclared = {str(path.relative_to(ROOT)): found for path in files if (found := list(replaced(path)))}

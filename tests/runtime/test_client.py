@@ -182,6 +182,7 @@ def test_closing_a_connection_with_an_unsent_message_does_not_block() -> None:
     assert context.closed
 
 
+@pytest.mark.slow
 async def test_closing_from_another_thread_does_not_disturb_the_sockets_in_the_loop(listeners: Any) -> None:
     """The loop reads the state of its sockets until it has closed them; a terminated context would raise an error."""
     client = connected(listeners, SAID)

@@ -368,6 +368,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., headless.H
         each.close()
 
 
+@pytest.mark.slow
 def test_a_headless_side_names_its_replica_as_the_head_does(
     bench: Bench, client: Callable[..., headless.HeadClient]
 ) -> None:

@@ -129,6 +129,7 @@ def test_token_ids_count_a_fifth() -> None:
     assert refused_field(json.dumps(body | {"y": [1] * 1000}).encode(), 22_000) == "y"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["\u4e16", "\U0001f389"])
 @pytest.mark.parametrize("ascii", [False, True])
 @pytest.mark.parametrize("after", [0, 8 * MIB, 16 * MIB])

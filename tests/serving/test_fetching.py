@@ -286,6 +286,7 @@ async def ask(app: Any, kind: str, url: str) -> tuple[httpx.Response, float]:
         return await client.post("/v1/chat/completions", json=body), time.monotonic() - since
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_all_failures_to_fetch_give_the_same_answer(
     site: Site, app: Any, engine: ScriptedOmni, kind: str

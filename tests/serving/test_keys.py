@@ -64,6 +64,7 @@ async def test_all_routes_but_probes_and_metrics_need_the_key(strict: Any) -> No
     assert refused.headers["WWW-Authenticate"] == "Bearer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "status"),
     [

@@ -43,6 +43,7 @@ async def ask(app: Any, kind: str, *urls: str) -> httpx.Response:
         return await http.post("/v1/chat/completions", json=body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "kind"), [(13_000, "png"), (8_001, "png"), (13_000, "gif")])
 async def test_an_image_of_too_many_pixels_is_not_decoded(app: Any, engine: ScriptedOmni, side: int, kind: str) -> None:
     assert MAX_IMAGE_PIXELS == 8_000**2

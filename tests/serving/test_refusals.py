@@ -221,6 +221,7 @@ async def test_every_invalid_body_is_counted_once(
     assert engine.calls == []
 
 
+@pytest.mark.slow
 async def test_the_page_of_the_api_has_the_fields_of_the_chat(app: Any) -> None:
     async with asking(app) as http:
         page = (await http.get("/openapi.json")).json()

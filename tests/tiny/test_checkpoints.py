@@ -63,6 +63,7 @@ def test_a_file_and_a_directory_of_other_files_are_refused(model: Any, tmp_path:
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "sizes"),
     [

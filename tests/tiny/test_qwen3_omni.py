@@ -37,6 +37,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_omni(tmp_path_factory.mktemp("released"), released_shape=True)
 
 
+@pytest.mark.slow
 def test_the_released_shape_has_no_weights_not_even_of_an_earlier_checkpoint(tmp_path: Path) -> None:
     write_qwen3_omni(tmp_path, seed=1)
     write_qwen3_omni(tmp_path, released_shape=True)

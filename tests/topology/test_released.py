@@ -64,6 +64,7 @@ def check(plan: Plan) -> None:
     assert {(share.replica, sheet.device) for sheet in plan.sheets for share in sheet.shares} == placed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", CARDS.values(), ids=list(CARDS))

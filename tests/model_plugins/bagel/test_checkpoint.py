@@ -174,6 +174,7 @@ def test_the_number_of_parameters_is_that_of_the_release(released: Bagel) -> Non
     assert count(released.vision) == pytest.approx(0.43, abs=0.02)
 
 
+@pytest.mark.slow
 def test_an_edit_and_an_image_together(released: Bagel) -> None:
     prompts = Prompts(released.tokens, RELEASED)
     plans = [prompts.image([picture(700, 1100, 1), "blue"]), prompts.image(["a red cat"])]

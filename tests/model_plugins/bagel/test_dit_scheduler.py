@@ -60,6 +60,7 @@ def refusals(scheduler: DitScheduler) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seats", [1, 2, 3, 9])
 @pytest.mark.parametrize("rows", [ROWS[WIDE], ROWS[WIDE] + ROWS[SMALL], 3 * ROWS[WIDE]])
 @pytest.mark.parametrize("sizes", list(itertools.product((SMALL, WIDE), repeat=4)))

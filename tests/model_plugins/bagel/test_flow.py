@@ -66,6 +66,7 @@ def test_a_picture_is_the_same_with_any_failure(text: bool) -> None:
     assert answer.outputs.get("text") == ("plan None" if text else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [True, False])
 def test_a_thought_and_its_picture_are_the_same_with_any_failure(text: bool) -> None:
     answer = check_flow(lambda: thinking(text), {"ar": ar, "dit": dit}, frontend="ar")

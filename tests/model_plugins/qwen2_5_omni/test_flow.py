@@ -145,6 +145,7 @@ def spoken() -> np.ndarray:
     return np.cumsum(codes).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "frames"),
     [(SCHEDULES[0], SCHEDULES[0]), (SCHEDULES[1], ChunkSchedule((1, 2), 50.0)), (SCHEDULES[2], SCHEDULES[1])],
@@ -155,6 +156,7 @@ def test_a_reply_is_spoken_alike_with_any_failure(text: ChunkSchedule, frames: C
     np.testing.assert_array_equal(answer.outputs["audio"], spoken())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", SCHEDULES[:2])
 def test_a_text_is_read_aloud_alike_with_any_failure(text: ChunkSchedule) -> None:
     flow = partial(ReadAloudFlow, speech(), REPLY[:-1], text=text, frames=SCHEDULES[2])

@@ -58,6 +58,7 @@ def decoded(token2wav: Token2Wav, codes: Tensor, *, part: int, solver: Solver) -
     return [token2wav.decode([piece], [state], [i == len(pieces) - 1])[0] for i, piece in enumerate(pieces)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 4, 37])
 def test_short_utterances_in_one_part(count: int, token2wav: Token2Wav, oracle: Oracle) -> None:
     codes = codes_of(count, seed=count)
@@ -66,6 +67,7 @@ def test_short_utterances_in_one_part(count: int, token2wav: Token2Wav, oracle: 
     assert wave.shape == whole.shape and np.abs(wave.numpy() - whole).max() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_sound_is_final_as_soon_as_the_equation_allows(token2wav: Token2Wav, oracle: Oracle) -> None:
     codes = codes_of(4 * PER_BLOCK * (DELAY // 4 + 4), seed=1)
     waves = decoded(token2wav, codes, part=PER_BLOCK, solver=Solver())
@@ -76,6 +78,7 @@ def test_sound_is_final_as_soon_as_the_equation_allows(token2wav: Token2Wav, ora
     assert np.abs(torch.cat(waves).numpy() - whole).max() <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver", [Solver(num_steps=4), Solver(num_steps=3, guidance_scale=0.0), Solver(num_steps=5, sway_coefficient=0.4)]
 )
@@ -96,6 +99,7 @@ def test_options_of_transformers(solver: Solver, token2wav: Token2Wav, oracle: O
     assert (torch.cat(waves) - whole).abs().max() <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_several_utterances_in_one_call_equal_each_alone(seed: int, token2wav: Token2Wav, oracle: Oracle) -> None:
     """Of different lengths, voices, seeds and options, in parts of any size, also without codes."""

@@ -114,6 +114,7 @@ def do(driver: Driver, step: tuple[Any, ...]) -> None:
             assert driver.send(name)
 
 
+@pytest.mark.slow
 @given(steps=st.lists(CLIENT | MODEL, max_size=40), manual=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_every_order_of_events_keeps_the_rules(steps: list[tuple[Any, ...]], manual: bool) -> None:
@@ -154,6 +155,7 @@ MESSAGES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(messages=st.lists(MESSAGES, max_size=8))
 @settings(max_examples=300, deadline=None)
 def test_no_message_breaks_a_session(messages: list[str]) -> None:
@@ -167,6 +169,7 @@ def test_no_message_breaks_a_session(messages: list[str]) -> None:
     driver.answer(driver.respond(output_modalities=["text"]), "yes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_hostile_event_breaks_a_session_or_grows_it_beyond_its_limits(seed: int) -> None:
     random = Random(seed)
@@ -192,6 +195,7 @@ def test_no_hostile_event_breaks_a_session_or_grows_it_beyond_its_limits(seed: i
     assert not driver.checker.open
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event",
     [

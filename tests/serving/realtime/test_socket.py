@@ -155,6 +155,7 @@ async def closed(client: Client) -> tuple[int, str]:
 # -- answers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_spoken_answer(address: str, engine: ScriptedOmni) -> None:
     engine.script = ["blue ", sound(2400, frames=2), "cat", sound(3600, frames=5, finished=True)]
     async with connected(address) as client:
