@@ -84,7 +84,9 @@ class Client:
     @classmethod
     async def begin(cls, url: str) -> Client:
         """Open a session."""
-        client = cls(await websockets.connect(f"{url}/realtime?model={MODEL}", max_size=None, compression=None))
+        address = f"{url}/realtime?model={MODEL}"
+        # On two cores the restarts of replicas can delay the reply to a ping by more than the library's 20 s.
+        client = cls(await websockets.connect(address, max_size=None, compression=None, ping_timeout=ANSWER_S))
         await client._send("session.update", session=SESSION)
         await client._until("session.updated")
         return client
