@@ -10,7 +10,7 @@ A louder frame that follows can change the features of earlier blocks, which are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -59,9 +59,14 @@ def frames_of(feature: MultiModalFeatureSpec) -> int:
     return int(feature.data[LENGTH].data)  # type: ignore[arg-type]
 
 
-def chunk_frames(feature: MultiModalFeatureSpec) -> int:
-    """Return the number of frames of the longest chunk of a sound whose data are present."""
-    return min(frames_of(feature), CHUNK_FRAMES)
+def is_sound(feature: MultiModalFeatureSpec) -> bool:
+    """Return whether a feature is a sound whose data are present."""
+    return feature.modality == SOUND and feature.data is not None
+
+
+def longest_chunk(features: Iterable[MultiModalFeatureSpec]) -> int:
+    """Return the number of frames of the longest chunk of the sounds whose data are present; 0 without one."""
+    return max((min(frames_of(each), CHUNK_FRAMES) for each in features if is_sound(each)), default=0)
 
 
 def rows_of_chunk(frames: int) -> int:
@@ -75,14 +80,10 @@ def named_by_padding(features: Sequence[MultiModalFeatureSpec]) -> list[MultiMod
     The encoder pads the last chunk of a sound to the longest chunk of the prompt's sounds. The rows of a sound without
     a whole chunk therefore differ from prompt to prompt. An identifier stays if the sound's own chunk is the longest.
     """
-
-    def known(each: MultiModalFeatureSpec) -> bool:
-        return each.modality == SOUND and each.data is not None
-
-    longest = max((chunk_frames(each) for each in features if known(each)), default=0)
+    longest = longest_chunk(features)
     return [
         replace(each, identifier=f"{each.identifier}+{longest}")
-        if known(each) and chunk_frames(each) < longest
+        if is_sound(each) and frames_of(each) < longest
         else each
         for each in features
     ]
@@ -97,7 +98,7 @@ def divided(features: Sequence[MultiModalFeatureSpec], block: int) -> list[Multi
         return list(features)
     found: list[MultiModalFeatureSpec] = []
     for feature in features:
-        known = feature.modality == SOUND and feature.data is not None and feature.mm_hash is not None
+        known = is_sound(feature) and feature.mm_hash is not None
         found += _blocks(feature, block) if known and frames_of(feature) >= block else [feature]
     return found
 

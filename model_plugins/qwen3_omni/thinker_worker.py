@@ -16,14 +16,11 @@ import torch
 
 from vllm_omni_ext.engine.worker import HiddenStatesExportWorker
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
-    SOUND,
-    chunk_frames,
+    is_sound,
     joined,
+    longest_chunk,
     rows_of_chunk,
 )
-
-PADDED = SOUND
-"""The modality whose items the encoder pads to the longest item of a call; images and videos are not padded."""
 
 Due = Mapping[str, list[int]]
 """By request, the indices of the items to encode, as in `SchedulerOutput.scheduled_encoder_inputs`."""
@@ -126,29 +123,21 @@ def by_request_v2(runner: Any, chunk: LongestChunk) -> Callable[[Due], None]:
 
 
 def _lacking_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> int:
-    """Return the frames of the longest chunk of a prompt whose sound a call encodes; 0 if a sound of the call has it.
+    """Return the frames of the chunk to add to a call; 0 for none.
 
-    Sounds of prompts of which the call encodes images or videos only do not count.
+    A call encodes the sounds of one request at most. The chunk is the longest of that prompt, if the call lacks it.
     """
-    with_sound = [(items, features_of(req_id)) for req_id, items in part.items()]
-    with_sound = [(items, features) for items, features in with_sound if _encodes_sound(items, features)]
-    longest = max((chunk_frames(each) for _, features in with_sound for each in features if _is_sound(each)), default=0)
-    encoded = [features[item] for items, features in with_sound for item in items]
-    return 0 if any(_is_sound(each) and chunk_frames(each) == longest for each in encoded) else longest
-
-
-def _encodes_sound(items: list[int], features: Sequence[Any]) -> bool:
-    return any(_is_sound(features[item]) for item in items)
-
-
-def _is_sound(feature: Any) -> bool:
-    return feature.modality == PADDED and feature.data is not None
+    for req_id, items in part.items():
+        features = features_of(req_id)
+        encoded, longest = longest_chunk(features[item] for item in items), longest_chunk(features)
+        if 0 < encoded < longest:
+            return longest
+    return 0
 
 
 def _parts(due: Due, features_of: Callable[[str], Sequence[Any]]) -> Iterator[Due]:
     """Yield the items of each encoder call: one call per request with sound, if there are several such requests."""
-
-    apart = [req_id for req_id, items in due.items() if _encodes_sound(items, features_of(req_id))]
+    apart = [req_id for req_id, items in due.items() if any(is_sound(features_of(req_id)[item]) for item in items)]
     if len(apart) < 2:
         yield due
         return
