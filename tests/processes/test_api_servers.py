@@ -67,7 +67,9 @@ GONE_S = 1.0 + TIMEOUT_S / 5
 LONGEST_LOOK_S = 0.1
 """The longest time that one look counts: where other programs run, everything may stand still for seconds."""
 
-DRAIN_S = 30
+DRAIN_S = 120
+"""Longer than 800 frames take on a busy machine."""
+
 ENDED_S = 10.0
 WAITED_S = 1.0
 UP_S = 60.0
