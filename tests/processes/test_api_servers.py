@@ -70,9 +70,9 @@ LONGEST_LOOK_S = 0.1
 DRAIN_S = 120
 """Longer than 800 frames take on a busy machine."""
 
-ENDED_S = 10.0
+ENDED_S = 30.0
 WAITED_S = 1.0
-UP_S = 60.0
+UP_S = 120.0
 KEEP_ALIVE_S = 120
 """A connection is to stay with its API server while others are made; vLLM's variable for it."""
 

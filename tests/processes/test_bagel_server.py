@@ -48,7 +48,7 @@ SMALL = {"size": "48x32", "num_timesteps": 5, "seed": 1}
 LARGE = {"size": "256x256", "num_timesteps": 1000}
 LONG = {"size": "96x64", "num_timesteps": 300, "seed": 3}
 THOUGHT = {"think": True, "max_think_token_n": 16}
-SOON_S = 10.0
+SOON_S = 60.0
 REPLICAS = 4
 
 

@@ -81,11 +81,11 @@ EACH, FEWER, RAW = 500, 5, 20
 """Messages of each kind for each port of the members, the step between those for every port, and raw connections."""
 
 GROWTH_BYTES = 48 << 20
-GONE_S = 10.0
+GONE_S = 30.0
 """A killed head's processes are gone within this time."""
 
 FORGOTTEN_S = 20 * TIMEOUT_S
-UP_S, SOON_S = 120.0, 10.0
+UP_S, SOON_S = 180.0, 30.0
 SECRET_FILE = ["--omni-cluster-secret-file"]
 TIMES = ["--omni-heartbeat-timeout", str(TIMEOUT_S), "--omni-drain-timeout", str(DRAIN_S)]
 

@@ -34,7 +34,7 @@ PCM = {"voice": "ethan", "format": "pcm16"}
 BODY: dict[str, Any] = {"ignore_eos": True, "talker": {"max_tokens": 24}}
 SHORT = {"max_completion_tokens": 12, "temperature": 0, "seed": 3, "extra_body": BODY}
 LONG = {"max_completion_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
-SETTLE_S = 10.0
+SETTLE_S = 60.0
 IDLE_S, MOST_CPU, MOST_CPU_OF_ALL = 12.0, 0.01, 0.02
 """How long an idle server is watched, and the most it may take of one core, without `NOT_OURS` and with it."""
 
@@ -520,7 +520,7 @@ def test_ctrl_c_ends_everything(client: openai.OpenAI, server: Server) -> None:
     next(stream)
     started = time.monotonic()
     assert server.stop(signal.SIGINT) == []
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < SETTLE_S
     assert set(Path("/dev/shm").iterdir()) <= shared
 
 

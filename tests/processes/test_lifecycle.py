@@ -77,7 +77,7 @@ def endless(modalities: list[str]) -> dict[str, Any]:
 
 LONG = body("Tell me a very long story about the blue cat.", 150, 250)
 NEVER_AGAIN = ("--omni-restart-limit", "0")
-GONE_S = 10.0
+GONE_S = 30.0
 """A killed head's processes are gone within this time."""
 
 WAIT_S = 0.5

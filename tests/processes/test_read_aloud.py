@@ -30,7 +30,7 @@ TEXTS = {
     "long": "one two three four five six seven eight nine ten " * 6,
 }
 FRAMES = 60
-PATIENCE_S = 30
+PATIENCE_S = 90
 TALKER = SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=FRAMES)
 
 

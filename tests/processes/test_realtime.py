@@ -444,7 +444,7 @@ def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
     """Two API servers and two talkers; answers of 2.3 s."""
     talker = {"replicas": 2, "params": {"temperature": 0, "min_tokens": LONG_FRAMES, "max_tokens": LONG_FRAMES}}
     flags = ["--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2", "--api-key", KEY]
-    flags += ["--shutdown-timeout", "30"]
+    flags += ["--shutdown-timeout", "120"]
     flags += overrides(thinker=OVERRIDES["thinker"], talker=talker)
     with Server(tiny, tmp_path_factory.mktemp("two") / "server.log", flags) as running:
         yield running

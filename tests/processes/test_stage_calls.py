@@ -29,7 +29,7 @@ SAMPLING = {
 }
 LONG = {**SAMPLING, "talker": SamplingParams(temperature=0, max_tokens=1500, min_tokens=1400)}
 WAITS_S = 1.0
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from vllm_omni_ext.runtime.launch import folders
 from vllm_omni_ext.runtime.launch.folders import LOCK, PREFIX, PrivateFolder, remove_abandoned
 
 FORK = multiprocessing.get_context("fork")
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)

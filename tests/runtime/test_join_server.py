@@ -47,7 +47,7 @@ from vllm_omni_ext.runtime.supervise.process_watcher import ChildSupervisor
 from vllm_omni_ext.topology.placement import Turns
 from vllm_omni_ext.topology.plan import Headless
 
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 KEY = "the head's"
 LATE_S = 0.3
 HOST = "127.0.0.1"

@@ -18,7 +18,7 @@ from vllm_omni_ext.topology.placement import Turns
 
 pytestmark = pytest.mark.engine
 FORK = multiprocessing.get_context("fork")
-DEADLINE_S = 5
+DEADLINE_S = 30
 Start = Callable[..., BaseProcess]
 
 

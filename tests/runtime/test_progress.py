@@ -24,7 +24,7 @@ from vllm_omni_ext.runtime.launch.progress import SHOWN_EVERY_S, Listener, Progr
 from vllm_omni_ext.wire.loading import report, variable
 
 THINKER, TALKER = ReplicaId("thinker", 0), ReplicaId("talker", 0)
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 
 
 def plan(**counts: int) -> Any:

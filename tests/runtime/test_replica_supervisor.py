@@ -21,7 +21,7 @@ from vllm_omni_ext.runtime.supervise.process_watcher import Exited, Final, Repli
 
 A, B, C = (ReplicaId("talker", i) for i in range(3))
 ALL = (A, B, C)
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 BACKOFF_S = 0.01
 ADDRESSES = [("in", "out")]
 

@@ -28,7 +28,7 @@ from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.planner import make_plan
 
 GIB = 1 << 30
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 TAKES_GIB = {"thinker": 40, "talker": 10, "code2wav": 2}
 THINKER, TALKER, CODE2WAV = (ReplicaId(stage, 0) for stage in TAKES_GIB)
 

@@ -37,7 +37,7 @@ STAGES = ("thinker", "talker", "code2wav")
 USAGE = "usage"
 LENGTH = ["--served-model-name", MODEL, "--max-model-len", "2048"]
 ANSWER_S = 120.0
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 LOOK_EVERY_S, LATER_EVERY_S, SOON_S = 0.02, 0.1, 1.0
 """How often `until` looks at first and later, and how long 'at first' is: each look costs a core some 10 ms."""
 
