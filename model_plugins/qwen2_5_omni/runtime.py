@@ -48,6 +48,7 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
     aloud_stages = ReadAloudFlow.stages
     preferred_voice = "Chelsie"  # Transformers' default speaker
     openai_voices = OPENAI_VOICES
+    own_marks = False
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
@@ -149,6 +150,6 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 
         thinker = self.thinker_positions(Qwen2_5OmniThinkerForConditionalGeneration, request)
-        after = int(thinker.max()) + 1
+        after = int(thinker[:, -1].max()) + 1  # a video's width may exceed it
         header = np.broadcast_to(np.arange(after, after + HEADER), (3, HEADER))
         return np.ascontiguousarray(np.concatenate([thinker, header], axis=1), dtype=np.int32).tobytes()

@@ -130,7 +130,7 @@ class TalkerInputProvider:
 
     def positions(self, req_id: str, length: int) -> tuple[Tensor, int]:
         """Return the M-RoPE positions [3, length] of the first `length` tokens and the delta of later positions."""
-        return positions_of(self._requests[req_id].positions, length)
+        return positions_of(self._requests[req_id].positions, length, after_last=False)
 
     def rows(self, spans: Sequence[Span]) -> Tensor:
         """Return the input embeddings of all spans, [sum of counts, hidden]."""

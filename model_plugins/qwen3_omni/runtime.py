@@ -22,6 +22,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
 )
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_features import pad_to_longest
 from vllm_omni_ext.model_plugins.qwen3_omni.voice import CODE2WAV
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import of_videos
 from vllm_omni_ext.model_plugins.qwen_omni.requests import (
     SAMPLE_RATE_HZ,
     VOICE,
@@ -50,6 +51,7 @@ class Qwen3OmniRuntime(SpeakingRuntime):
     aloud_stages = ReadAloudFlow.stages
     preferred_voice = "ethan"  # Transformers' default speaker
     openai_voices = OPENAI_VOICES
+    own_marks = True
 
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
@@ -182,8 +184,20 @@ class Qwen3OmniRuntime(SpeakingRuntime):
         """Return the M-RoPE positions of the talker's prompt: the joined user segments, then the assistant header."""
         from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
-        thinker = self.thinker_positions(Qwen3OmniMoeThinkerForConditionalGeneration, request)
-        return join_segments(thinker, parts.user, TALKER_TAIL)
+        positions = self.thinker_positions(
+            Qwen3OmniMoeThinkerForConditionalGeneration, request, before_images(request.features)
+        )
+        return join_segments(positions, parts.user, TALKER_TAIL)
+
+
+def before_images(features: Sequence[Any]) -> list[Any]:
+    """Return the videos with a sound of their own that an image follows; in the talker, the others are as text.
+
+    Transformers calls the talker's `get_rope_index` without `use_audio_in_video`. It then finds such a video only while
+    an image is left in the prompt.
+    """
+    last = max((each.mm_position.offset for each in features if each.modality == "image"), default=-1)
+    return [each for each in of_videos(features) if each.mm_position.offset < last]
 
 
 def _medium(feature: Any) -> Medium:
@@ -198,6 +212,6 @@ def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], ta
     for start, stop in segments:
         piece = positions[:, start:stop] - positions[0, start] + after  # a segment starts with a text token
         pieces.append(piece)
-        after = int(piece.max()) + 1
+        after = int(piece[:, -1].max()) + 1  # a video's width may exceed it
     pieces.append(np.broadcast_to(np.arange(after, after + tail), (3, tail)))
     return np.ascontiguousarray(np.concatenate(pieces, axis=1), dtype=np.int32).tobytes()

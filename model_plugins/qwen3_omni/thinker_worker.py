@@ -21,6 +21,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
     longest_chunk,
     rows_of_chunk,
 )
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import Clock, merge_by_modality, positions_by_time
 
 Due = Mapping[str, list[int]]
 """By request, the indices of the items to encode, as in `SchedulerOutput.scheduled_encoder_inputs`."""
@@ -33,10 +34,13 @@ class ThinkerWorker(HiddenStatesExportWorker):
         return int(self.vllm_config.model_config.hf_config.talker_config.accept_hidden_layer)
 
     def load_model(self, **kwargs: Any) -> None:
+        from vllm.model_executor.models import qwen3_omni_moe_thinker
+
+        merge_by_modality(qwen3_omni_moe_thinker)
         super().load_model(**kwargs)
         model = self.model_runner.get_model()
         encode_apart(self.model_runner, LongestChunk(model.audio_tower))
-        join_blocks(model)
+        correct_positions(model, Clock.of(self.vllm_config.model_config.hf_config.thinker_config, own_marks=True))
 
 
 class LongestChunk:
@@ -74,10 +78,12 @@ class LongestChunk:
         return output[: -self._added] if self._added else None
 
 
-def join_blocks(model: Any) -> None:
-    """Make a loaded model compute the M-RoPE positions of adjacent blocks as those of one sound."""
-    positions = model.get_mrope_input_positions
-    model.get_mrope_input_positions = lambda tokens, features: positions(tokens, joined(features))
+def correct_positions(model: Any, times: Clock) -> None:
+    """Make a loaded model compute Transformers' M-RoPE positions, and those of adjacent blocks as of one sound."""
+    compute = model.get_mrope_input_positions
+    model.get_mrope_input_positions = lambda tokens, features: positions_by_time(
+        compute, tokens, joined(features), times
+    )
 
 
 def encode_apart(runner: Any, chunk: LongestChunk) -> None:

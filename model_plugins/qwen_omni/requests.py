@@ -11,8 +11,15 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_omni_ext.config.checks import ADAPTIVE
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import ConfigError, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import (
+    OPTION,
+    Clock,
+    Features,
+    cache_in_pairs,
+    positions_by_time,
+)
 from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions, RuntimeContext
 
 SAMPLE_RATE_HZ = 24_000  # of the sound; the public configs have no field for it
@@ -53,9 +60,13 @@ class SpeakingRuntime:
         preferred_voice: the default speaker, if the checkpoint has it.
         openai_voices: a speaker of the released checkpoint for each OpenAI voice name, for clients that send only
             OpenAI's names.
+        own_marks: as in `Clock`.
 
     Args:
         voices: names of the checkpoint's speakers; none without a talker.
+
+    Raises:
+        ConfigError: the server's options of the processor have one that vLLM reads from requests only.
     """
 
     fields = Fields
@@ -64,8 +75,13 @@ class SpeakingRuntime:
     aloud_stages: frozenset[str]
     preferred_voice: str
     openai_voices: Mapping[str, str]
+    own_marks: bool
 
     def __init__(self, context: RuntimeContext, voices: Iterable[str]) -> None:
+        if context.processor is not None:
+            if context.processor.info.ctx.get_merged_mm_kwargs({}).get(OPTION):
+                raise ConfigError(f"mm_processor_kwargs: {OPTION} is an option of single requests; send it with those")
+            cache_in_pairs(context.processor)
         self._config = context.hf_config
         self._chunks: dict[str, Any] = {**context.chunks, ADAPTIVE: context.chunks.get(ADAPTIVE, True)}
         self._limits = context.limits
@@ -118,11 +134,17 @@ class SpeakingRuntime:
         """Return a stage's output tensor unchanged: frames, or sound."""
         return tensor
 
-    def thinker_positions(self, thinker: type[Any], request: Rendered) -> np.ndarray:
-        """Return the M-RoPE positions [3, n] of a prompt in the thinker, an instance of this class of vLLM's."""
+    def thinker_positions(self, thinker: type[Any], request: Rendered, videos: Features | None = None) -> np.ndarray:
+        """Return the M-RoPE positions [3, n] of a prompt in the thinker, an instance of this class of vLLM's.
+
+        Args:
+            videos: as for `positions_by_time`.
+        """
         if self._position_model is None:
             self._position_model = position_model(thinker, self._config)
-        positions, _ = self._position_model.get_mrope_input_positions(list(request.prompt), list(request.features))
+        compute = self._position_model.get_mrope_input_positions
+        clock = Clock.of(self._config.thinker_config, own_marks=self.own_marks)
+        positions, _ = positions_by_time(compute, request.prompt, request.features, clock, videos)
         found: np.ndarray = positions.numpy()
         return found
 

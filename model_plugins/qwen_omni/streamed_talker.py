@@ -106,15 +106,17 @@ class StreamedTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
         return positions
 
 
-def positions_of(prompt: Tensor | None, length: int) -> tuple[Tensor, int]:
+def positions_of(prompt: Tensor | None, length: int, *, after_last: bool) -> tuple[Tensor, int]:
     """Return M-RoPE positions [3, length] of the first tokens of a request, and the delta of later positions.
 
     Args:
         prompt: int64 [3, n], the positions of its prompt; None: those of a text.
+        after_last: later positions follow the last position of the prompt; False: its largest one. Both are the same,
+            unless the prompt has a video with a sound of its own.
     """
     if prompt is None:
         return torch.arange(length).expand(3, -1), 0
-    after = int(prompt.max()) + 1
+    after = int((prompt[:, -1] if after_last else prompt).max()) + 1
     delta = after - prompt.shape[1]
     tail = torch.arange(after, after + max(0, length - prompt.shape[1])).expand(3, -1)
     return torch.cat([prompt, tail], dim=1)[:, :length], delta

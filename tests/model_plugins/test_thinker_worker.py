@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import LENGTH
-from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import encode_apart, join_blocks
+from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import correct_positions, encode_apart
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import Clock
 
 FEATURES = {
     "sound": ["audio"],
@@ -112,10 +114,10 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(
 
 
 def test_positions_are_computed_for_whole_sounds() -> None:
-    model = SimpleNamespace(get_mrope_input_positions=lambda tokens, features: (tokens, len(features)))
-    join_blocks(model)
+    model = SimpleNamespace(get_mrope_input_positions=lambda tokens, features: (torch.tensor(tokens), len(features)))
+    correct_positions(model, Clock(per_second=13, merge=2, own_marks=True))
     place = [SimpleNamespace(offset=at, length=2, is_embed=None) for at in (1, 3, 6)]
     features = [feature("audio") for _ in place]
     for each, where in zip(features, place, strict=True):
         each.mm_position, each.identifier, each.data[LENGTH].field = where, "name", None
-    assert model.get_mrope_input_positions([7], features) == ([7], 2)
+    assert model.get_mrope_input_positions([7], features) == (torch.tensor([7]), 2)

@@ -14,7 +14,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.support import goldens
-from tests.support.media import Message, audio, image, multi_modal_data, openai_messages, video
+from tests.support.media import Message, audio, image, multi_modal_data, openai_messages, processor_options, video
 from tests.support.oracle import Golden, Oracle
 
 pytestmark = pytest.mark.engine
@@ -39,6 +39,11 @@ def watched(frames: int, seed: int) -> dict[str, Any]:
     return {"type": "video", "video": video(frames, 64, 64, seed)}
 
 
+def filmed(frames: int, seconds: float, seed: int) -> dict[str, Any]:
+    """A video with its own sound."""
+    return {**watched(frames, seed), "sound": audio(seconds, seed)}
+
+
 SYSTEM: Message = {"role": "system", "content": "You are a helpful voice."}
 TURNS: list[Message] = [user("What is a replica?"), {"role": "assistant", "content": "One of many."}]
 
@@ -59,6 +64,10 @@ CASES: dict[str, Case] = {
     "audio": Case([user(heard(1.0, 1), "What do you hear?")]),
     "image": Case([user(seen(96, 64, 2), "What is this?")]),
     "video": Case([user(watched(4, 3), "What happens?")]),
+    "video_with_sound": Case([user("word " * 18, filmed(6, 2.3, 14), "What happens?")]),
+    "videos_with_sound": Case(
+        [user(filmed(4, 0.6, 15), "word " * 30), TURNS[1], user(filmed(2, 3.0, 16), seen(64, 64, 17), "Now?")]
+    ),
     "two_images_and_audio": Case([user(seen(64, 64, 4), seen(96, 128, 5), heard(0.7, 6), "Compare them, please.")]),
     "media_in_an_earlier_turn": Case([user(seen(64, 64, 7), "And this?"), TURNS[1], user(heard(0.5, 8), "Now?")]),
     "two_short_sounds": Case([user(heard(0.3, 13), "word " * 30), TURNS[1], user(heard(0.6, 33), "Now?")]),
@@ -84,7 +93,11 @@ def golden(oracle: Oracle, case: Case) -> Golden:
 
 
 def prompt(oracle: Oracle, case: Case) -> dict[str, Any]:
-    return {"prompt": oracle.prompt(case.messages), "multi_modal_data": multi_modal_data(case.messages)}
+    return {
+        "prompt": oracle.prompt(case.messages),
+        "multi_modal_data": multi_modal_data(case.messages),
+        "mm_processor_kwargs": processor_options(case.messages),
+    }
 
 
 def check(output: Any, expected: Golden) -> None:
@@ -134,20 +147,36 @@ def test_a_sound_of_an_earlier_prompt_changes_no_answer(omni: Any, oracle: Oracl
         check(output, golden(oracle, case))
 
 
+def test_a_video_or_a_sound_of_the_cache_has_another_one(omni: Any, oracle: Oracle) -> None:
+    """The number of placeholders of a video depends on the length of its sound."""
+    video, other, sound, longer = watched(4, 21), watched(4, 22), audio(1.2, 21), audio(2.3, 22)
+    pairs = [{**shown, "sound": with_it} for shown, with_it in ((video, sound), (video, longer), (other, longer))]
+    cases = [Case([user(pair, "Now?")], text=8, frames=8) for pair in pairs]
+    cases.append(Case([*cases[0].messages, TURNS[1], user({**other, "sound": longer}, "Now?")], text=8, frames=8))
+    for case in cases:
+        (output,) = omni.generate([prompt(oracle, case)], [sampling(case)], use_tqdm=False)
+        check(output, golden(oracle, case))
+
+
 MEDIA = [
     *(heard(seconds, seed) for seed, seconds in enumerate((0.2, 0.31, 0.4, 0.7, 0.99, 1.0, 2.5, 9.3))),
     *(seen(32 * width, 32 * height, width) for width, height in ((1, 2), (3, 3), (6, 4))),
     *(watched(frames, frames) for frames in (2, 5)),
 ]
+FILMS = [
+    *(each for each in MEDIA if each["type"] == "image"),
+    *(filmed(frames, seconds, frames) for frames in (2, 5) for seconds in (0.3, 1.0, 2.7, 8.4)),
+    {"type": "video", "video": video(4, 64, 256, 5), "sound": audio(0.4, 5)},
+]
 WORDS = ("red", "cat", "moon", "why", "stage", "replica")
 
 
 def conversation(rng: random.Random) -> Case:
-    """A conversation of up to four turns, whose user turns have up to three media at any place."""
-    messages = [SYSTEM] if rng.random() < 0.3 else []
+    """A conversation of up to four turns, whose user turns have up to three media at any place; some with FILMS."""
+    messages, media = [SYSTEM] if rng.random() < 0.3 else [], FILMS if rng.random() < 0.3 else MEDIA
     for turn in range(rng.randint(1, 4)):
         messages += [{"role": "assistant", "content": rng.choice(WORDS)}] if turn else []
-        content: list[Any] = [rng.choice(MEDIA) for _ in range(rng.randint(0, 3))]
+        content: list[Any] = [rng.choice(media) for _ in range(rng.randint(0, 3))]
         content.insert(rng.randint(0, len(content)), " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 40)))))
         messages.append(user(*content))
     return Case(messages, text=12, frames=16)
@@ -165,10 +194,16 @@ def test_any_conversations_at_once(seed: int, omni: Any, oracle: Oracle) -> None
     assert omni._omni.orchestrator.held() == 0
 
 
-@pytest.mark.parametrize("name", ["audio", "video", "turns"])
+@pytest.mark.parametrize("name", ["audio", "video", "video_with_sound", "turns"])
 def test_chat(name: str, omni: Any, expected: dict[str, Golden]) -> None:
     case = CASES[name]
-    (output,) = omni.chat(openai_messages(case.messages), sampling(case), voice=case.voice, use_tqdm=False)
+    (output,) = omni.chat(
+        openai_messages(case.messages),
+        sampling(case),
+        voice=case.voice,
+        mm_processor_kwargs=processor_options(case.messages),
+        use_tqdm=False,
+    )
     check(output, expected[name])
 
 

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.engine
 
 SEED = 7
 LENGTHS = {"max_model_len": 2048, "max_num_batched_tokens": 128}
-SOME = ("system", "audio", "image")
+SOME = ("system", "audio", "image", "video_with_sound")
 """Cases of the tests that run always; `CASES` has all."""
 
 

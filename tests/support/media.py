@@ -2,8 +2,9 @@
 
 The content of a message is a string or a list of parts: {"type": "text", "text": str}, {"type": "audio", "audio":
 float32 [samples] at 16 kHz}, {"type": "image", "image": RGB image} or {"type": "video", "video": uint8 [frames, height,
-width, 3]}. The data URLs are lossless, so that vLLM decodes exactly the oracle's input. vLLM reads at most 32 frames of
-a video by default, and ignores its frame rate for Qwen3-Omni.
+width, 3]}. A video with its own sound has "sound" too, like "audio"; then all videos of a conversation have it. The
+data URLs are lossless, so that vLLM decodes exactly the oracle's input. vLLM reads at most 32 frames of a video by
+default, and ignores its frame rate for Qwen3-Omni.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import av
 import cv2
 import numpy as np
 import soundfile
@@ -80,16 +82,38 @@ def video_url(frames: np.ndarray, fps: float = 2.0) -> str:
         return _data_url("video/x-msvideo", path.read_bytes())
 
 
+def sounding_video_url(frames: np.ndarray, samples: np.ndarray, fps: int = 2) -> str:
+    """The same with a track of [samples] at 16 kHz, as a `data:` URL of a Matroska file."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as container:
+        pictures: Any = container.add_stream("ffv1", rate=fps, options={"g": "1"})
+        pictures.height, pictures.width, pictures.pix_fmt = *frames.shape[1:3], "bgr0"
+        track: Any = container.add_stream("pcm_f32le", rate=AUDIO_RATE, layout="mono")
+        for pixels in frames:
+            container.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(pictures.encode())
+        sound = av.AudioFrame.from_ndarray(samples[None], format="flt", layout="mono")
+        sound.sample_rate = AUDIO_RATE
+        container.mux(track.encode(sound))
+        container.mux(track.encode())
+    return _data_url("video/x-matroska", buffer.getvalue())
+
+
 def of_kind(messages: Sequence[Message], kind: str) -> list[Any]:
-    """All media of one kind (`audio`, `image` or `video`) in the order of the prompt."""
+    """All media of one kind (`audio`, `image`, `video` or `sound`, those of videos) in the order of the prompt."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part[kind] for content in contents for part in content if part["type"] == kind]
+    return [part[kind] for content in contents for part in content if kind in part and part["type"] != "text"]
+
+
+def processor_options(messages: Sequence[Message]) -> dict[str, bool]:
+    """Options of Transformers' processor, `generate`, and vLLM's `mm_processor_kwargs`."""
+    return {"use_audio_in_video": True} if of_kind(messages, "sound") else {}
 
 
 def multi_modal_data(messages: Sequence[Message]) -> dict[str, Any]:
     """The media as vLLM's `multi_modal_data`, for the text prompt of the chat template."""
     data = {kind: of_kind(messages, kind) for kind in ("audio", "image", "video")}
-    data["audio"] = [(samples, AUDIO_RATE) for samples in data["audio"]]
+    data["audio"] = [(samples, AUDIO_RATE) for samples in (*data["audio"], *of_kind(messages, "sound"))]
     return {kind: items for kind, items in data.items() if items}
 
 
@@ -101,14 +125,16 @@ def openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _openai_content(content: str | Sequence[Mapping[str, Any]]) -> Any:
     if isinstance(content, str):
         return content
-    urls = {"audio": audio_url, "image": image_url, "video": video_url}
-    parts = [(part["type"], part[part["type"]]) for part in content]
-    return [
-        {"type": kind, kind: value}
-        if kind == "text"
-        else {"type": f"{kind}_url", f"{kind}_url": {"url": urls[kind](value)}}
-        for kind, value in parts
-    ]
+    return [part if part["type"] == "text" else _openai_medium(part) for part in content]
+
+
+def _openai_medium(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    if "sound" in part:
+        url = sounding_video_url(part["video"], part["sound"])
+    else:
+        url = {"audio": audio_url, "image": image_url, "video": video_url}[kind](part[kind])
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def _data_url(mime: str, content: bytes) -> str:

@@ -2,7 +2,7 @@
 
 Messages are those of `tests.support.media`. The prompt ids are those of stock vLLM: audio is padded with zeros to a
 multiple of the feature hop (160 samples), or a ragged end changes the number of features; video frames go in as they
-are, without `fps`: both sides count one frame a second; `use_audio_in_video` is off.
+are, without `fps`: both sides count one frame a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeProcessor
 
-from tests.support.media import Message, of_kind
+from tests.support.media import Message, of_kind, processor_options
 
 FEATURE_HOP = 160
 """Samples between two mel frames at 16 kHz."""
@@ -65,17 +65,20 @@ class Prompts:
         """The chat template with one placeholder for each medium."""
         return self.processor.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
-    def inputs(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """Ids and features of one request (batch of 1)."""
-        audio = [whole_hops(np.asarray(clip, dtype=np.float32)) for clip in of_kind(messages, "audio")]
+    def inputs(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Ids and features of one request (batch of 1), and options of `generate`."""
+        clips = of_kind(messages, "audio") + of_kind(messages, "sound")
+        audio = [whole_hops(np.asarray(clip, dtype=np.float32)) for clip in clips]
+        options = processor_options(messages)
         batch = self.processor(
             text=[self.prompt(messages)],
             audio=audio or None,
             images=of_kind(messages, "image") or None,
             videos=of_kind(messages, "video") or None,
             return_tensors="pt",
+            **options,
         )
-        return dict(batch)
+        return {**batch, **options}
 
 
 def digest(model_dir: str | Path) -> str:

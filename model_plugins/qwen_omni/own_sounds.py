@@ -1,0 +1,156 @@
+"""Videos with a sound of their own (`use_audio_in_video`), whose tokens are ordered by time, in vLLM.
+
+`cache_in_pairs`: the placeholder of such a video depends on the length of its sound, and vLLM's processor caches the
+placeholder with the video. A video of the cache with another sound would have a wrong number of placeholders, which
+ends the engine. A sound of the cache with another video would be missing when vLLM processes that video.
+
+`merge_by_modality`: in a step with the end of a sound's tokens and the beginning of a video's, vLLM assigns the rows of
+the video to the first of these tokens.
+
+`positions_by_time`: vLLM's M-RoPE positions of these videos differ from Transformers' `get_rope_index`. In Qwen2.5-Omni
+all do. In Qwen3-Omni those after a video do whose width or height, in tokens, exceeds its last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+OPTION = "use_audio_in_video"
+"""Keyword of the processors: each video of the prompt has a sound, and the prompt has no other sounds."""
+
+VIDEO, SOUND = "video", "audio"
+"""Modalities in vLLM's features."""
+
+
+CHECK = "check_interleaved_audio_video"
+"""Name of the function that decides in vLLM's model code whether rows are assigned by modality or in their order."""
+
+
+class _Pairs(dict[str, list[str]]):
+    """The hashes of a prompt's items, by modality; those of a video and of its sound contain both hashes."""
+
+
+def cache_in_pairs(processor: Any) -> None:
+    """Make a processor (vLLM's, one object) hash videos and their sounds in pairs, and process both or none of two."""
+    hashes, missing = processor._get_mm_hashes, processor._get_cache_missing_items
+
+    def named(inputs: Any) -> Mapping[str, list[str]]:
+        found: Mapping[str, list[str]] = hashes(inputs)
+        videos, sounds = found.get(VIDEO, []), found.get(SOUND, [])
+        if not videos or not inputs.hf_processor_mm_kwargs.get(OPTION):
+            return found
+        if len(videos) != len(sounds):  # vLLM refuses this prompt
+            return found
+        pairs = list(zip(videos, sounds, strict=True))
+        return _Pairs({**found, VIDEO: [f"{v}+{s}" for v, s in pairs], SOUND: [f"{s}+{v}" for v, s in pairs]})
+
+    def missing_in_pairs(cache: Any, mm_data_items: Any, mm_hashes: Mapping[str, list[str]]) -> Any:
+        return missing(
+            cache=_PairedCache(cache, mm_hashes) if isinstance(mm_hashes, _Pairs) else cache,
+            mm_data_items=mm_data_items,
+            mm_hashes=mm_hashes,
+        )
+
+    processor._get_mm_hashes, processor._get_cache_missing_items = named, missing_in_pairs
+
+
+class _PairedCache:
+    """vLLM's processor cache, in which an item of a pair is found only with the other one."""
+
+    def __init__(self, cache: Any, hashes: _Pairs) -> None:
+        self._cache = cache
+        pairs = zip(hashes[VIDEO], hashes[SOUND], strict=True)
+        self._other = {one: other for video, sound in pairs for one, other in ((video, sound), (sound, video))}
+
+    def is_cached(self, hashes: list[str]) -> list[bool]:
+        """Return for each hash whether its item is in the cache, and the other one of its pair."""
+        others = [self._other.get(each, each) for each in hashes]
+        both = zip(self._cache.is_cached(hashes), self._cache.is_cached(others), strict=True)
+        return [one and other for one, other in both]
+
+
+def merge_by_modality(module: ModuleType) -> None:
+    """Make the model code of a thinker (vLLM's module) assign rows by their modality in each step that has both."""
+    assert hasattr(module, CHECK), module
+    setattr(module, CHECK, lambda is_video, is_audio, num_video, num_audio: num_video > 0 and num_audio > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """M-RoPE positions of a family's videos with a sound of their own.
+
+    Attributes:
+        per_second: positions in a second.
+        merge: patches that are one token, along height and width.
+        own_marks: the marks of the sound have positions of their own; False: those of the video's marks.
+    """
+
+    per_second: float
+    merge: int
+    own_marks: bool
+
+    @classmethod
+    def of(cls, thinker: Any, *, own_marks: bool) -> Clock:
+        """Read the numbers from a thinker's config."""
+        return cls(
+            per_second=thinker.position_id_per_seconds,
+            merge=thinker.vision_config.spatial_merge_size,
+            own_marks=own_marks,
+        )
+
+
+Features = Sequence[MultiModalFeatureSpec]
+Compute = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[torch.Tensor, int]]
+"""vLLM's `get_mrope_input_positions` of a model: the positions [3, n] and the delta of generated tokens."""
+
+
+def of_videos(features: Features) -> list[MultiModalFeatureSpec]:
+    """Return the videos with a sound of their own, in the order of the prompt."""
+    found = [each for each in features if each.modality == VIDEO and each.mm_position.is_embed is not None]
+    return sorted(found, key=lambda each: each.mm_position.offset)
+
+
+def positions_by_time(
+    compute: Compute, tokens: Sequence[int], features: Features, clock: Clock, videos: Features | None = None
+) -> tuple[torch.Tensor, int]:
+    """Return the M-RoPE positions [3, n] of a prompt as in Transformers, and the delta of generated tokens.
+
+    Args:
+        compute: called without the videos that have a sound of their own, and without their sounds.
+        videos: the videos whose tokens have positions by time; None: all of `of_videos`. The others are as text.
+    """
+    others = [each for each in features if each.mm_position.is_embed is None]
+    found, delta = compute(list(tokens), others)
+    chosen = of_videos(features) if videos is None else videos
+    if not chosen:
+        return found, delta
+    found = found.clone()
+    for video in chosen:
+        _place(found, video, clock)
+    return found, int(found[:, -1].max()) + 1 - len(tokens)
+
+
+def _place(positions: torch.Tensor, video: MultiModalFeatureSpec, clock: Clock) -> None:
+    """Set the positions of one video and its sound, which are those of a text so far, and shift all after them."""
+    place, data = video.mm_position, video.data
+    assert place.is_embed is not None and data is not None
+    start, end = place.offset, place.offset + place.length - 1  # the marks of the sound
+    shared = 0 if clock.own_marks else 1
+    positions[:, start] -= shared
+    first = int(positions[0, start]) + 1
+    inside, is_video = positions[:, start + 1 : end], place.is_embed[1:-1].bool()
+    frames, height, width = (int(size) for size in data["video_grid_thw"].data)  # type: ignore[union-attr]
+    times = torch.arange(frames) * data["second_per_grid_ts"].data * clock.per_second
+    sides = torch.arange(height // clock.merge), torch.arange(width // clock.merge)
+    inside[:, is_video] = torch.stack(torch.meshgrid(times.long(), *sides, indexing="ij")).reshape(3, -1) + first
+    inside[:, ~is_video] = torch.arange(int((~is_video).sum())) + first
+    changes = (is_video != is_video[-1]).nonzero()
+    last_run = inside[:, int(changes.max()) + 1 if len(changes) else 0 :]
+    positions[:, end:] += int(last_run.max()) + 1 - int(positions[0, end])
+    positions[:, end + 1 :] -= shared
