@@ -26,7 +26,7 @@ from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
-from vllm_omni_ext.serving import adapters, batches, health, operator_calls, text_responses
+from vllm_omni_ext.serving import adapters, batches, health, operator_calls, sound_files, text_responses
 from vllm_omni_ext.serving.chat import METRICS, OmniServingChat
 from vllm_omni_ext.serving.keys import guard_all_routes, has_keys
 from vllm_omni_ext.serving.limits import media, texts, validation, video
@@ -83,7 +83,7 @@ async def run_app(
             await omni.renderer.clear_mm_cache_async()
         app = await make_app(omni, args)
         malloc_trim()
-        with video.install(), media.install(omni.plan.config.allow_private_media):
+        with video.install(), sound_files.install(), media.install(omni.plan.config.allow_private_media):
             logger.info("Starting the server on %s", listen_address)
             sock.listen()  # from now on clients can connect; the server below answers them
             ready()

@@ -1,0 +1,67 @@
+"""Sounds of containers that only PyAV opens: every sample format and number of channels."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from vllm.multimodal.media import audio
+
+from tests.support.media import AUDIO_RATE
+from tests.support.media import audio as tones
+from vllm_omni_ext.serving import sound_files
+
+FILES = [
+    ("matroska", "pcm_s16le", "s16", 2**-15),
+    ("matroska", "pcm_u8", "u8", 2**-7),
+    ("matroska", "pcm_s32le", "s32", 2**-20),
+    ("matroska", "pcm_f32le", "flt", 1e-6),
+    ("mov", "pcm_s16le", "s16", 2**-15),
+    ("mov", "alac", "s16p", 2**-15),
+]
+
+
+def written(container: str, codec: str, form: str, channels: list[np.ndarray]) -> io.BytesIO:
+    """A file with these channels of float samples in [-1, 1)."""
+    buffer, layout = io.BytesIO(), "mono" if len(channels) == 1 else "stereo"
+    planes = np.stack(channels)
+    with av.open(buffer, "w", format=container) as output:
+        stream: Any = output.add_stream(codec, rate=AUDIO_RATE, layout=layout)
+        frame = av.AudioFrame.from_ndarray(planes.astype(np.float32), format="fltp", layout=layout)
+        frame.sample_rate = AUDIO_RATE
+        stream.format = form
+        size = stream.frame_size or frame.samples
+        for each in av.AudioResampler(format=form, layout=layout, rate=AUDIO_RATE, frame_size=size).resample(frame):
+            output.mux(stream.encode(each))
+        output.mux(stream.encode())
+    return io.BytesIO(buffer.getvalue())
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(("container", "codec", "form", "tolerance"), FILES)
+def test_samples_are_those_that_were_written(
+    container: str, codec: str, form: str, tolerance: float, channels: int
+) -> None:
+    sounds = [tones(0.5, seed) for seed in range(channels)]
+    file = written(container, codec, form, sounds)
+    with sound_files.install():
+        samples, rate = audio.load_audio(file, sr=None)
+    wanted = np.mean(sounds, axis=0)
+    count = min(len(samples), len(wanted))  # frames of a codec have a fixed size
+    assert rate == AUDIO_RATE and samples.dtype == np.float32 and count > 0.9 * len(wanted)
+    assert np.abs(samples[:count] - wanted[:count]).max() <= 2 * tolerance
+
+
+def test_resampled_sound_and_vllms_errors_stay() -> None:
+    stock, file = audio.load_audio_pyav, written("matroska", "pcm_s16le", "s16", [tones(0.5, 1)])
+    wanted, _ = stock(file, sr=8000)
+    file.seek(0)
+    with sound_files.install():
+        samples, rate = audio.load_audio_pyav(file, sr=8000)
+        with pytest.raises(ValueError, match="Invalid or corrupted"):
+            audio.load_audio_pyav(io.BytesIO(b"no file"))
+    assert rate == 8000 and np.array_equal(samples, wanted)
+    assert audio.load_audio_pyav is stock

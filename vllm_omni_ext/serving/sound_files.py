@@ -1,0 +1,51 @@
+"""Reads sound of integer samples from containers that only PyAV opens (MKV, MOV, AVI, M4A).
+
+vLLM's loader for PyAV converts integer samples to float without dividing them, and takes the channels of interleaved
+samples for one. PCM, FLAC and ALAC are decoded to integers, AAC, MP3, Opus and Vorbis to float in separate planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
+from typing import Any
+
+import av
+import numpy as np
+from vllm.multimodal.media import audio
+
+Load = Callable[..., tuple[np.ndarray, float]]
+PYAV = "pyav"
+
+
+@contextmanager
+def install() -> Iterator[None]:
+    """Make this process read such files right, inside the `with` block."""
+    stock = audio.load_audio_pyav
+    own = partial(_load, stock)
+    audio.load_audio_pyav = audio._AUDIO_LOADERS[PYAV] = own
+    try:
+        yield
+    finally:
+        audio.load_audio_pyav = audio._AUDIO_LOADERS[PYAV] = stock
+
+
+def _load(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:
+    """Return the samples [n], float32 in [-1, 1], and their rate in Hz; raises the errors of vLLM's loader."""
+    samples, rate = stock(path, **options)
+    if isinstance(path, BytesIO):
+        path.seek(0)
+    with av.open(path) as container:
+        stream = container.streams.audio[0]
+        form, channels, own_rate = stream.format, stream.channels, stream.rate
+    if rate != own_rate or samples.ndim > 1:  # resampled, which makes float of one channel; or not mixed
+        return samples, rate
+    if form.is_packed and channels > 1:
+        samples = samples.reshape(-1, channels).mean(axis=1)
+    if form.name.startswith("u8"):
+        samples = samples / 128 - 1
+    elif form.name.startswith("s"):
+        samples = samples / 2 ** (8 * form.bytes - 1)
+    return samples.astype(np.float32, copy=False), rate
