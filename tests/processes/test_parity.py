@@ -165,18 +165,22 @@ MEDIA = [
 ]
 FILMS = [
     *(each for each in MEDIA if each["type"] == "image"),
-    *(filmed(frames, seconds, frames) for frames in (2, 5) for seconds in (0.3, 1.0, 2.7, 8.4)),
+    *(filmed(frames, seconds, frames) for frames in (2, 4) for seconds in (0.3, 1.0, 2.7, 8.4)),
     {"type": "video", "video": video(4, 64, 256, 5), "sound": audio(0.4, 5)},
 ]
 WORDS = ("red", "cat", "moon", "why", "stage", "replica")
 
 
 def conversation(rng: random.Random) -> Case:
-    """A conversation of up to four turns, whose user turns have up to three media at any place; some with FILMS."""
-    messages, media = [SYSTEM] if rng.random() < 0.3 else [], FILMS if rng.random() < 0.3 else MEDIA
-    for turn in range(rng.randint(1, 4)):
+    """A conversation of up to four turns, whose user turns have up to three media at any place.
+
+    Some have up to three turns, with one of FILMS at most, which have more tokens.
+    """
+    media, turns, most = (FILMS, 3, 1) if rng.random() < 0.3 else (MEDIA, 4, 3)
+    messages = [SYSTEM] if rng.random() < 0.3 else []
+    for turn in range(rng.randint(1, turns)):
         messages += [{"role": "assistant", "content": rng.choice(WORDS)}] if turn else []
-        content: list[Any] = [rng.choice(media) for _ in range(rng.randint(0, 3))]
+        content: list[Any] = [rng.choice(media) for _ in range(rng.randint(0, most))]
         content.insert(rng.randint(0, len(content)), " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 40)))))
         messages.append(user(*content))
     return Case(messages, text=12, frames=16)
