@@ -114,6 +114,14 @@ def config25(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoConfig.from_pretrained(write_qwen2_5_omni(tmp_path_factory.mktemp("qwen2_5") / "model"))
 
 
+def ids_of(config: Any, suffix: str) -> Any:
+    """The ids of media and their marks in a thinker's config, and the positions in a second."""
+    media = {name: getattr(config, f"{name}_token_{suffix}") for name in ("audio", "video", "image")}
+    ends = [f"{name}_{end}" for name in ("vision", "audio") for end in ("start", "end")]
+    marks = {name: getattr(config, f"{name}_token_id") for name in ends}
+    return SimpleNamespace(**media, **marks, per_second=config.position_id_per_seconds)
+
+
 def conversation(rng: random.Random, thinker: Any, rows_of: Any, chunk: int | None) -> tuple[list[int], list[Any], Any]:
     """Ids, vLLM's features, and the arguments of Transformers for videos with sounds, images and texts.
 
@@ -178,16 +186,7 @@ def transformers_positions(model: type, config: Any, **given: Any) -> torch.Tens
 @pytest.mark.parametrize("seed", range(30))
 def test_positions_are_those_of_transformers_in_qwen3_omni(seed: int, config3: Any) -> None:
     config = config3.thinker_config
-    thinker = SimpleNamespace(
-        audio=config.audio_token_id,
-        video=config.video_token_id,
-        image=config.image_token_id,
-        vision_start=config.vision_start_token_id,
-        vision_end=config.vision_end_token_id,
-        audio_start=config.audio_start_token_id,
-        audio_end=config.audio_end_token_id,
-        per_second=config.position_id_per_seconds,
-    )
+    thinker = ids_of(config, "id")
     rows = lambda frames: int(  # noqa: E731
         modeling_qwen3_omni_moe._get_feat_extract_output_lengths(torch.tensor(frames), config.audio_config.n_window)
     )
@@ -208,16 +207,7 @@ def test_positions_are_those_of_transformers_in_qwen3_omni(seed: int, config3: A
 @pytest.mark.parametrize("seed", range(30))
 def test_positions_are_those_of_transformers_in_qwen2_5_omni(seed: int, config25: Any) -> None:
     config = config25.thinker_config
-    thinker = SimpleNamespace(
-        audio=config.audio_token_index,
-        video=config.video_token_index,
-        image=config.image_token_index,
-        vision_start=config.vision_start_token_id,
-        vision_end=config.vision_end_token_id,
-        audio_start=config.audio_start_token_id,
-        audio_end=config.audio_end_token_id,
-        per_second=config.position_id_per_seconds,
-    )
+    thinker = ids_of(config, "index")
     chunk = int(config.position_id_per_seconds * config.seconds_per_chunk)
     rows = lambda frames: ((frames - 1) // 2 + 1 - 2) // 2 + 1  # noqa: E731
     ids, features, given = conversation(random.Random(seed), thinker, rows, chunk)
