@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.model_executor.models import qwen3_omni_moe_thinker
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -20,6 +21,7 @@ from vllm_omni_ext.engine.input_provider import Ended
 from vllm_omni_ext.engine.worker import HiddenStatesExportWorker, StageWorker, StreamingInputWorker
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import ThinkerWorker
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import CHECK
 from vllm_omni_ext.wire.envelope import StageError, unpack
 from vllm_omni_ext.wire.stage_input import INPUT, StageInput
 
@@ -133,10 +135,13 @@ def test_the_exported_layer_is_set_before_the_model_runs(v2: bool, monkeypatch: 
     """vLLM's cache of compiled code is keyed by its configuration: a stock engine must not find code with our layer."""
     export = ThinkerWorker.__new__(ThinkerWorker)
     export.rank = 1  # the first rank's worker reports on loading
+    thinker = SimpleNamespace(position_id_per_seconds=13, vision_config=SimpleNamespace(spatial_merge_size=2))
+    config = SimpleNamespace(talker_config=SimpleNamespace(accept_hidden_layer=24), thinker_config=thinker)
+    monkeypatch.setattr(qwen3_omni_moe_thinker, CHECK, None)  # the worker replaces it
     export.vllm_config = SimpleNamespace(
         load_config=None,
         additional_config={"of": "others"},
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(talker_config=SimpleNamespace(accept_hidden_layer=24))),
+        model_config=SimpleNamespace(hf_config=config),
         compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.NONE),
         speculative_config=None,
     )

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
-from vllm.model_executor.models import qwen3_omni_moe_thinker
-from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
+from vllm.model_executor.models import qwen2_5_omni_thinker, qwen3_omni_moe_thinker
 from vllm.multimodal.inputs import PlaceholderRange
 
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
@@ -25,6 +24,7 @@ from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import CHECK, Clock, cache
 from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import positions_by_time as place
 from vllm_omni_ext.model_plugins.qwen_omni.requests import position_model
 
+Thinker25 = qwen2_5_omni_thinker.Qwen2_5OmniThinkerForConditionalGeneration
 Thinker3 = qwen3_omni_moe_thinker.Qwen3OmniMoeThinkerForConditionalGeneration
 
 # -- vLLM's processor cache -------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_video_and_its_sound_are_processed_both_or_not_at_all(held: set[str], 
 
 def test_the_end_of_a_sound_and_the_beginning_of_a_video_are_assigned_by_modality() -> None:
     """A step that has tokens of these modalities; vLLM's own function takes the rows in the order of their items."""
-    check = getattr(qwen3_omni_moe_thinker, CHECK)
+    check = qwen2_5_omni_thinker.check_interleaved_audio_video
     with mock.patch.object(qwen3_omni_moe_thinker, CHECK, check):
         merge_by_modality(qwen3_omni_moe_thinker)
         is_audio = torch.tensor([True, True, False, False])
@@ -211,7 +211,7 @@ def test_positions_are_those_of_transformers_in_qwen2_5_omni(seed: int, config25
     chunk = int(config.position_id_per_seconds * config.seconds_per_chunk)
     rows = lambda frames: ((frames - 1) // 2 + 1 - 2) // 2 + 1  # noqa: E731
     ids, features, given = conversation(random.Random(seed), thinker, rows, chunk)
-    compute = position_model(Qwen2_5OmniThinkerForConditionalGeneration, config25).get_mrope_input_positions
+    compute = position_model(Thinker25, config25).get_mrope_input_positions
     model = modeling_qwen2_5_omni.Qwen2_5OmniPreTrainedModelForConditionalGeneration
     found, _ = place(compute, ids, features, Clock.of(config, own_marks=False))
     if of_videos(features) or given["image_grid_thw"] is not None:
