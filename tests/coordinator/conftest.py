@@ -25,7 +25,7 @@ from vllm_omni_ext.coordinator.watcher import Watcher
 KEY = "the head's"
 TIMEOUT_S = 1.0
 CONFIG = CoordinatorConfig(timing=Timing(timeout_s=TIMEOUT_S, drain_s=5.0), key=KEY)
-PATIENCE_S = 15.0
+PATIENCE_S = 45.0
 """For anything that should happen at all."""
 
 REPLICA = """

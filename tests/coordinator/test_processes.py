@@ -74,7 +74,7 @@ async def test_a_replica_that_ends_leaves_over_ipv6(coordinator, replica, tmp_pa
 
 
 async def test_a_restarted_coordinator_finds_all_replicas(coordinator, replica) -> None:
-    timeout_s = TIMEOUT_S * pace()  # in which replicas must get to register again
+    timeout_s = 3 * TIMEOUT_S * pace()  # in which replicas must get to register again
     control = coordinator(replace(CONFIG, timing=replace(CONFIG.timing, timeout_s=timeout_s)))
     for stage, index in (("talker", 0), ("talker", 1), ("thinker", 0)):
         replica(control.events, stage, index=index)
