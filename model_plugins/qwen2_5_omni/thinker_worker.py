@@ -20,8 +20,6 @@ class ThinkerWorker(HiddenStatesExportWorker):
         merge_by_modality(qwen2_5_omni_thinker)
         super().load_model(**kwargs)
         model = self.model_runner.get_model()
-        compute, times = (
-            model.get_mrope_input_positions,
-            Clock.of(self.vllm_config.model_config.hf_config.thinker_config, own_marks=False),
-        )
+        compute = model.get_mrope_input_positions
+        times = Clock.of(self.vllm_config.model_config.hf_config.thinker_config, own_marks=False)
         model.get_mrope_input_positions = lambda tokens, features: positions_by_time(compute, tokens, features, times)

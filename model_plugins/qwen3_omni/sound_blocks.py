@@ -24,8 +24,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-SOUND = "audio"
-"""The modality of sounds in vLLM's features."""
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import SOUND
 
 FRAME_MS = 10
 CHUNK_FRAMES, CHUNK_ROWS = 100, 13

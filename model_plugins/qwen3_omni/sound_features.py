@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.multimodal.parse import AudioProcessorItems
 
-from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import SOUND
+from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import SOUND
 
 OPTIONS = "audio_kwargs"
 """Keyword of Transformers' processor: options of the feature extractor."""
