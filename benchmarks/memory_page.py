@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import Qwen3OmniMoeConfig
+from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
 from vllm_omni_ext.config.load import load_config
 from vllm_omni_ext.config.parse import Names
@@ -18,6 +18,9 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.bagel import family as bagel_family
 from vllm_omni_ext.model_plugins.bagel.stages import facts as bagel_facts
 from vllm_omni_ext.model_plugins.bagel.tiny import bagel as bagel_files
+from vllm_omni_ext.model_plugins.qwen2_5_omni import facts as qwen2_5_facts
+from vllm_omni_ext.model_plugins.qwen2_5_omni import family as qwen2_5_family
+from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny import config as qwen2_5_files
 from vllm_omni_ext.model_plugins.qwen3_omni.facts import facts
 from vllm_omni_ext.model_plugins.qwen3_omni.family import FAMILY, QWEN3_OMNI
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import RELEASED, model_config
@@ -72,8 +75,13 @@ def bagel_shape() -> Any:
 
 def qwen_shape() -> Any:
     """Return Qwen3-Omni's config as Transformers reads it."""
-
     return Qwen3OmniMoeConfig(**model_config(RELEASED, real_vocabulary()))
+
+
+def qwen2_5_shape() -> Any:
+    """Return Qwen2.5-Omni's config as Transformers reads it."""
+    words = real_vocabulary(qwen2_5_files.SPECIAL_TOKENS)
+    return Qwen2_5OmniConfig(**qwen2_5_files.model_config(qwen2_5_files.RELEASED, words))
 
 
 QWEN = Released(
@@ -82,6 +90,13 @@ QWEN = Released(
     pipeline=QWEN3_OMNI,
     shape=qwen_shape,
     facts=facts,
+)
+QWEN2_5 = Released(
+    name="Qwen2.5-Omni-7B",
+    family=qwen2_5_family.FAMILY,
+    pipeline=qwen2_5_family.QWEN2_5_OMNI,
+    shape=qwen2_5_shape,
+    facts=qwen2_5_facts.facts,
 )
 BAGEL, BAGEL_SINGLE = (
     Released(
@@ -97,6 +112,7 @@ CONFIGS: Mapping[str, Released] = {
     "qwen3_omni": QWEN,
     "qwen3_omni_pd": QWEN,
     "qwen3_omni_replicas": QWEN,
+    "qwen2_5_omni": QWEN2_5,
     "bagel": BAGEL,
     "bagel_replicas": BAGEL,
     "bagel_pd": BAGEL,
@@ -104,7 +120,7 @@ CONFIGS: Mapping[str, Released] = {
 }
 """Stage configs of the models."""
 
-TABLES = ("qwen3_omni", "qwen3_omni_pd", "bagel", "bagel_single")
+TABLES = ("qwen3_omni", "qwen3_omni_pd", "qwen2_5_omni", "bagel", "bagel_single")
 """Stage configs with a table."""
 
 

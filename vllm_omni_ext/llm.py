@@ -39,6 +39,7 @@ from vllm_omni_ext.plugins.registry import family_chat_template, family_of
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
 from vllm_omni_ext.runtime.client.calls import TargetedLLM, Targets
+from vllm_omni_ext.serving import sound_files
 from vllm_omni_ext.serving.answers import TextOutputs
 from vllm_omni_ext.serving.options import RequestFields, from_keywords, stage_params
 
@@ -278,7 +279,8 @@ class OmniLLM(TargetedOfflineLLM):
             partial(self._preprocess_chat_one, each, **keywords.rendering) for each in conversation_to_seq(messages)
         ]
         stock = {"lora_request": lora_request, "priority": priority}
-        return self._answer(renders, sampling_params, keywords, options, stock, use_tqdm, raise_on_error)
+        with sound_files.install():
+            return self._answer(renders, sampling_params, keywords, options, stock, use_tqdm, raise_on_error)
 
     def _arguments(
         self,

@@ -24,7 +24,7 @@ PACKAGES = (f"vllm=={VLLM}", MOONCAKE, "msgpack", "msgspec", "pyzmq", "psutil", 
 HOME = "NULL_GPU_HOME"
 """Environment variable with the folder of the environment, some 9 GB."""
 
-MODELS = ("qwen3-omni", "bagel")
+MODELS = ("qwen3-omni", "qwen2-5-omni", "bagel")
 LIBRARY = "libnullgpu.so"
 
 
@@ -97,7 +97,7 @@ def prepare() -> Environment:
     _pip(made, "--no-deps", "--no-build-isolation", "--target", str(made.site), str(ROOT))
     for name in MODELS:
         if not made.model(name).exists():
-            words = [sys.executable, "-m", "vllm_omni_ext", "tiny", name, str(made.model(name)), "--released"]
+            words = [sys.executable, "-m", "vllm_omni_ext", "tiny", name, str(made.model(name)), "--released-shape"]
             subprocess.run(words, check=True, cwd=ROOT)
     return made
 

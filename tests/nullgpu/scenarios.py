@@ -19,6 +19,8 @@ class Gpu:
 
 
 H200, H100 = Gpu("NVIDIA H200", 143_771), Gpu("NVIDIA H100 80GB HBM3", 81_559)
+L40S = Gpu("NVIDIA L40S", 46_068)
+"""Its name and memory; kernels are compiled for compute capability 9.0 as for the others."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,12 @@ SCENARIOS = (
         steps=(SHORT, Sleep(name="sleep"), AFTER),
     ),
     Scenario(name="program", model="qwen3-omni", gpu=H200, program="program.py"),
+    Scenario(
+        name="qwen2-5",
+        model="qwen2-5-omni",
+        gpu=L40S,
+        steps=(SHORT, AGAIN, SOUND, replace(LONG, content=(say("word " * 5000),)), IMAGE, VIDEOS[0], AFTER),
+    ),
     Scenario(name="bagel", model="bagel", gpu=H100, steps=PICTURES, compiles=IMAGE_KERNEL),
     Scenario(
         name="bagel-single",

@@ -65,3 +65,15 @@ def test_resampled_sound_and_vllms_errors_stay() -> None:
             audio.load_audio_pyav(io.BytesIO(b"no file"))
     assert rate == 8000 and np.array_equal(samples, wanted)
     assert audio.load_audio_pyav is stock
+
+
+def test_blocks_that_overlap_divide_once_and_the_last_one_restores_vllms_loader() -> None:
+    stock, sound = audio.load_audio_pyav, tones(0.5, 1)
+    first, second = sound_files.install(), sound_files.install()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    samples, _ = audio.load_audio(written("matroska", "pcm_s16le", "s16", [sound]), sr=None)
+    assert np.abs(samples - sound).max() <= 2**-14
+    second.__exit__(None, None, None)
+    assert audio.load_audio_pyav is stock and audio._AUDIO_LOADERS["pyav"] is stock

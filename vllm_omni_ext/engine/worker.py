@@ -23,7 +23,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_omni_ext.engine.alone import alone
 from vllm_omni_ext.engine.edge_receiver import Lost
@@ -35,6 +34,7 @@ from vllm_omni_ext.engine.host_copies import CudaStreams, HostCopies
 from vllm_omni_ext.engine.input_provider import Ended, StreamingInputModel, spans_of
 from vllm_omni_ext.engine.kept_exports import StepChanges
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
+from vllm_omni_ext.engine.warm_up import build_last_kernels
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
@@ -126,7 +126,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         """Compile and warm up: the last step of the start-up."""
         if current_platform.is_cuda_alike():  # later, vLLM's monitor would attribute each compilation to a request
-            _build_last_kernels(self.model_runner)
+            build_last_kernels(self.model_runner)
         times = super().compile_or_warm_up_model()
         if current_platform.is_cuda_alike() and not self.vllm_config.kernel_config.enable_jit_warmup:
             self._warm_up_eager()
@@ -163,27 +163,6 @@ class StageWorker(_Worker):  # type: ignore[misc]
             return super().sample_tokens(grammar_output)
         with _without_draws(self.model_runner):
             return super().sample_tokens(grammar_output)
-
-
-@torch.inference_mode()
-def _build_last_kernels(runner: Any) -> None:
-    """Compile the Triton kernels that vLLM's own warm-up leaves to the first request.
-
-    vLLM's warm-up samples only with top-k and top-p together. It reads no output of a pooling model.
-    """
-    device = runner.device
-    if not runner.is_pooling_model:
-        vocabulary = runner.model_config.get_vocab_size()
-        for rows in (1, 2):  # Triton compiles an argument of 1 as a constant
-            k = torch.full((rows,), 50, dtype=torch.int32, device=device)
-            p = torch.full((rows,), 0.9, dtype=torch.float32, device=device)
-            for chosen in ((k, None), (None, p)):
-                apply_top_k_top_p(torch.zeros((rows, vocabulary), dtype=torch.float32, device=device), *chosen)
-    elif (states := getattr(runner, "req_states", None)) is not None:  # Model Runner V2
-        from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
-
-        row, starts = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 2))
-        post_update_num_computed_tokens(row, states.num_computed_tokens.gpu, starts)
 
 
 def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
+from threading import Lock
 from typing import Any
 
 import av
@@ -20,16 +21,29 @@ Load = Callable[..., tuple[np.ndarray, float]]
 PYAV = "pyav"
 
 
+_lock = Lock()
+_users = 0
+
+
 @contextmanager
 def install() -> Iterator[None]:
-    """Make this process read such files right, inside the `with` block."""
-    stock = audio.load_audio_pyav
-    own = partial(_load, stock)
-    audio.load_audio_pyav = audio._AUDIO_LOADERS[PYAV] = own
+    """Make this process read such files right, inside the `with` block; blocks of several threads may overlap."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _use(partial(_load, audio.load_audio_pyav))
     try:
         yield
     finally:
-        audio.load_audio_pyav = audio._AUDIO_LOADERS[PYAV] = stock
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _use(audio.load_audio_pyav.args[0])  # type: ignore[attr-defined]
+
+
+def _use(load: Load) -> None:
+    audio.load_audio_pyav = audio._AUDIO_LOADERS[PYAV] = load
 
 
 def _load(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:

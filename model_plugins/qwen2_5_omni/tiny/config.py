@@ -1,12 +1,14 @@
-"""Sizes of the tiny checkpoint, and its `config.json` in the released checkpoint's layout.
+"""Sizes of the checkpoints that this package can write, and their `config.json` in the released checkpoint's layout.
 
 The field names, and the places of the codec's special ids above the codebook, are those of the public `config.json` of
-Qwen/Qwen2.5-Omni-7B. As there, the talker's heads together are not as wide as its hidden states. vLLM has no CPU
-attention kernel for head sizes below 32.
+Qwen/Qwen2.5-Omni-7B. `RELEASED` has the sizes of that file; fields that repeat a Transformers default are left out.
+`SMALL` is tiny. As in the released model, the talker's heads together are not as wide as its hidden states. vLLM has no
+CPU attention kernel for head sizes below 32.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.vocabulary import Vocabulary
@@ -45,8 +47,8 @@ NAMED_TOKENS = {
 TEXT_MARKS = 8
 """Ids of the thinker's vocabulary above the tokenizer's: padding, start and end of spoken text, and the speakers'."""
 
-CODES = 64
-"""Number of codes of the codec (8193 as released)."""
+CODEC_SPECIALS = 255
+"""Ids of the talker's vocabulary above the codes, rounded up to a multiple of 64 with them (8448 as released)."""
 
 CODEC_OFFSETS = {
     "tts_codec_pad_token_id": 99,
@@ -59,62 +61,119 @@ CODEC_OFFSETS = {
 SPEAKERS = {"Chelsie": 3, "Ethan": 4}
 """Offset above the tokenizer's ids of the id that opens a speaker's text."""
 
-MEL, REFERENCE_FRAMES, SPEAKER_WIDTH = 16, 30, 16
 
-_DECODER = {
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of one complete Qwen2.5-Omni model.
+
+    Attributes:
+        text_vocab_size: rows of the thinker's embedding table; 0: as many as the tokenizer needs, rounded up to a
+            multiple of 64.
+        codes: number of codes of the codec.
+        mel, reference_frames, speaker_width: bands and frames of a speaker's reference spectrogram, and the length of
+            its embedding.
+        thinker, talker, audio, vision, dit, bigvgan: fields of the config of each of these parts.
+    """
+
+    name: str
+    text_vocab_size: int
+    codes: int
+    mel: int
+    reference_frames: int
+    speaker_width: int
+    thinker: Json
+    talker: Json
+    audio: Json = field(default_factory=dict)
+    vision: Json = field(default_factory=dict)
+    dit: Json = field(default_factory=dict)
+    bigvgan: Json = field(default_factory=dict)
+    dtype: str = "float32"
+
+
+_TINY_DECODER = {
     "intermediate_size": 96,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 8192,
-    "rope_theta": 1_000_000,
-    "rope_scaling": {"type": "default", "mrope_section": [8, 4, 4]},
+    "mrope_section": (8, 4, 4),
 }
 
-AUDIO = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 1,
-    "encoder_ffn_dim": 64,
-    "n_window": 20,
+SMALL = Sizes(
+    name="small",
+    text_vocab_size=0,
+    codes=64,
+    mel=16,
+    reference_frames=30,
+    speaker_width=16,
+    thinker={**_TINY_DECODER, "hidden_size": 64, "num_hidden_layers": 3},
+    talker={**_TINY_DECODER, "hidden_size": 96, "head_dim": 32, "num_hidden_layers": 2},
+    audio={
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 1,
+        "encoder_ffn_dim": 64,
+        "n_window": 20,
+    },
+    vision={
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 1,
+        "fullatt_block_indexes": [1],
+    },
+    dit={
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "block_size": 8,
+        "look_ahead_layers": [1],
+        "look_backward_layers": [0, 2],
+        "emb_dim": 16,
+        "enc_dim": 8,
+        "enc_channels": [16, 16, 16, 16, 48],
+        "enc_attention_channels": 8,
+        "enc_se_channels": 8,
+    },
+    bigvgan={
+        "upsample_initial_channel": 32,
+        "resblock_kernel_sizes": [3, 7],
+        "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
+        "upsample_rates": [4, 3, 2],
+        "upsample_kernel_sizes": [8, 7, 4],
+    },
+)
+
+_RELEASED_DECODER = {
+    "intermediate_size": 18944,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "mrope_section": (16, 24, 24),
 }
-VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 1,
-    "fullatt_block_indexes": [1],
-}
-DIT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-    "block_size": 8,
-    "look_ahead_layers": [1],
-    "look_backward_layers": [0, 2],
-    "emb_dim": 16,
-    "enc_emb_dim": SPEAKER_WIDTH,
-    "enc_dim": 8,
-    "enc_channels": [16, 16, 16, 16, 48],
-    "enc_attention_channels": 8,
-    "enc_se_channels": 8,
-    "mel_dim": MEL,
-    "num_embeds": CODES,
-}
-BIGVGAN = {
-    "mel_dim": MEL,
-    "upsample_initial_channel": 32,
-    "resblock_kernel_sizes": [3, 7],
-    "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],
-    "upsample_rates": [4, 3, 2],
-    "upsample_kernel_sizes": [8, 7, 4],
-}
-HIDDEN = 64
+
+RELEASED = Sizes(
+    name="released-shape",
+    text_vocab_size=152064,
+    codes=8193,
+    mel=80,
+    reference_frames=300,
+    speaker_width=192,
+    dtype="bfloat16",
+    thinker={**_RELEASED_DECODER, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28},
+    talker={
+        **_RELEASED_DECODER,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 12,
+        "head_dim": 128,
+    },
+    vision={"hidden_size": 1280},
+)
 
 
-def model_config(vocabulary: Vocabulary) -> Json:
+def model_config(sizes: Sizes, vocabulary: Vocabulary) -> Json:
     """Return the complete `config.json`."""
-    id_of, first = vocabulary.id_of, vocabulary.size
+    id_of, first, hidden = vocabulary.id_of, vocabulary.size, sizes.thinker["hidden_size"]
     media = {
         "audio_token_index": id_of("<|AUDIO|>"),
         "audio_start_token_id": id_of("<|audio_bos|>"),
@@ -132,40 +191,46 @@ def model_config(vocabulary: Vocabulary) -> Json:
         **media,
         **vision_marks,
         "user_token_id": id_of("user"),
-        "audio_config": {**AUDIO, "output_dim": HIDDEN},
-        "vision_config": {**VISION, "out_hidden_size": HIDDEN},
+        "audio_config": {**sizes.audio, "output_dim": hidden},
+        "vision_config": {**sizes.vision, "out_hidden_size": hidden},
         "text_config": {
-            **_DECODER,
-            "hidden_size": HIDDEN,
-            "num_hidden_layers": 3,
-            "vocab_size": -(-(first + TEXT_MARKS) // 64) * 64,
+            **_decoder(sizes.thinker),
+            "vocab_size": sizes.text_vocab_size or -(-(first + TEXT_MARKS) // 64) * 64,
             "tie_word_embeddings": False,
         },
     }
     talker = {
         **media,
         **vision_marks,
-        **_DECODER,
-        **{name: CODES + offset for name, offset in CODEC_OFFSETS.items()},
+        **_decoder(sizes.talker),
+        **{name: sizes.codes + offset for name, offset in CODEC_OFFSETS.items()},
         "tts_text_pad_token_id": first,
         "tts_text_start_token_id": first + 1,
         "tts_text_end_token_id": first + 2,
-        "embedding_size": HIDDEN,
-        "hidden_size": 96,
-        "head_dim": 32,
-        "num_hidden_layers": 2,
-        "vocab_size": CODES + 256,
+        "embedding_size": hidden,
+        "vocab_size": -(-(sizes.codes + CODEC_SPECIALS) // 64) * 64,
     }
+    dit = {"mel_dim": sizes.mel, "num_embeds": sizes.codes, "enc_emb_dim": sizes.speaker_width}
     return {
         "architectures": ["Qwen2_5OmniForConditionalGeneration"],
         "model_type": "qwen2_5_omni",
         "transformers_version": "4.52.0",
-        "dtype": "float32",
+        "dtype": sizes.dtype,
         "enable_audio_output": True,
         "thinker_config": thinker,
         "talker_config": talker,
-        "token2wav_config": {"dit_config": DIT, "bigvgan_config": BIGVGAN},
+        "token2wav_config": {
+            "dit_config": {**sizes.dit, **dit},
+            "bigvgan_config": {**sizes.bigvgan, "mel_dim": sizes.mel},
+        },
     }
+
+
+def _decoder(sizes: Json) -> Json:
+    """Return the text config of thinker or talker, without its vocabulary."""
+    fields = {name: value for name, value in sizes.items() if name != "mrope_section"}
+    scaling = {"type": "default", "mrope_section": list(sizes["mrope_section"])}
+    return {**fields, "rope_theta": 1_000_000, "rope_scaling": scaling}
 
 
 def speaker_tokens(vocabulary: Vocabulary) -> dict[str, int]:

@@ -108,7 +108,7 @@ def small_vocabulary(specials: Sequence[str] = SPECIAL_TOKENS) -> Vocabulary:
     return Vocabulary(ids, merges, {token: len(ids) + index for index, token in enumerate(specials)})
 
 
-def real_vocabulary() -> Vocabulary:
+def real_vocabulary(specials: Sequence[str] = SPECIAL_TOKENS) -> Vocabulary:
     """Return a vocabulary in the released layout: bytes at 0..255, role names and special tokens at their released ids.
 
     All other ids are made-up words (`w1000`, `w1001`, ...). Only the model can generate them: no merge builds them.
@@ -121,4 +121,4 @@ def real_vocabulary() -> Vocabulary:
     ids: dict[str, int] = {}
     for index, token in enumerate(tokens):
         ids[token if token is not None else next(partial, f"{_SPACE}w{index}")] = index
-    return Vocabulary(ids, merges, {token: FIRST_SPECIAL_ID + index for index, token in enumerate(SPECIAL_TOKENS)})
+    return Vocabulary(ids, merges, {token: FIRST_SPECIAL_ID + index for index, token in enumerate(specials)})

@@ -1,0 +1,57 @@
+"""Steps of the warm-up use every variant of vLLM's fused MoE kernel that a request can use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.model_executor.layers.fused_moe import fused_moe
+
+from vllm_omni_ext.engine.warm_up import token_counts
+
+EXPERTS, CHOSEN, STEP = 128, 8, 8192
+WIDTHS = (384, 768, 1024)
+TUNED = sorted(
+    file
+    for width in WIDTHS
+    for file in Path(fused_moe.__file__).with_name("configs").glob(f"E={EXPERTS},N={width},device_name=NVIDIA*.json")
+)
+
+Tiles = Callable[[int], Mapping[str, Any]]
+
+
+def default(dtype: str | None, block_shape: list[int] | None) -> Tiles:
+    return lambda tokens: fused_moe.get_default_config(tokens, EXPERTS, 768, 2048, CHOSEN, dtype, block_shape)
+
+
+def tuned(file: Path) -> Tiles:
+    tiles = {int(size): each for size, each in json.loads(file.read_text()).items() if size != "triton_version"}
+    return lambda tokens: tiles[min(tiles, key=lambda size: abs(size - tokens))]
+
+
+ALL = {
+    "default bfloat16": default(None, None),
+    "default fp8": default("fp8_w8a8", None),
+    "default fp8 in blocks": default("fp8_w8a8", [128, 128]),
+    **{file.name: tuned(file) for file in TUNED},
+}
+
+
+def variants(tiles: Tiles, tokens: range | list[int]) -> set[tuple[Any, ...]]:
+    """Constants of the kernel, and which of its integers are multiples of 16."""
+    return {(*sorted(tiles(each).items()), each == 1, each * CHOSEN % 16 == 0) for each in tokens}
+
+
+@pytest.mark.parametrize("captured", (0, 512))
+@pytest.mark.parametrize("tiles", ALL.values(), ids=list(ALL))
+def test_each_variant_is_compiled_by_the_warm_up(tiles: Tiles, captured: int) -> None:
+    every = variants(tiles, range(captured + 1, STEP + 1))
+    assert variants(tiles, token_counts(captured, STEP)) == every
+
+
+def test_no_step_is_larger_than_the_engine_allows_or_runs_in_a_graph() -> None:
+    assert token_counts(512, 600) == [513, 514, 599, 600]
+    assert token_counts(512, 512) == []

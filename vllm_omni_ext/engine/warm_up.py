@@ -1,0 +1,78 @@
+"""Compiles the Triton kernels that vLLM's own warm-up leaves to the first requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+ENCODED_ROWS = (16, 4)
+"""Numbers of patches. Triton compiles a multiple of 16 apart from other integers; encoders merge four patches."""
+
+MOST_TUNED_TOKENS = 4096
+"""The largest step with tiles of its own in the files of vLLM's fused MoE kernel."""
+
+
+@torch.inference_mode()
+def build_last_kernels(runner: Any) -> None:
+    """Run the kernels of sampling, of media encoders and of experts with all shapes that Triton compiles apart.
+
+    Args:
+        runner: vLLM's model runner, of either version, with its KV cache, before the graphs are captured.
+    """
+    if not runner.is_pooling_model:
+        _sample(runner)
+    elif (states := getattr(runner, "req_states", None)) is not None:  # Model Runner V2
+        from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
+
+        row, starts = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (1, 2))
+        post_update_num_computed_tokens(row, states.num_computed_tokens.gpu, starts)
+    modules = list(runner.get_model().modules())
+    for each in modules:
+        if isinstance(getattr(each, "apply_rotary_emb", None), ApplyRotaryEmb):
+            _rotate(each, runner)
+            break
+    if any(isinstance(each, MoERunnerInterface) for each in modules):
+        graphs = runner.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        for tokens in token_counts(graphs, runner.vllm_config.scheduler_config.max_num_batched_tokens):
+            runner._dummy_run(tokens, skip_eplb=True)
+
+
+def token_counts(captured: int, most: int) -> list[int]:
+    """Return an odd and an even number of tokens for each tile size of vLLM's fused MoE kernel, ascending.
+
+    vLLM's tuned tiles are for 2^n and 3 * 2^n tokens, and its default tiles change at some of them. A step takes the
+    nearest ones. Triton compiles an even number of tokens apart from an odd one, because eight experts a token make the
+    even one a multiple of 16.
+
+    Args:
+        captured: largest number of tokens of a captured graph; smaller steps run in a graph. 0: no graphs.
+        most: largest number of tokens of a step.
+    """
+    tuned = {factor << shift for factor in (1, 3) for shift in range(MOST_TUNED_TOKENS.bit_length())}
+    both = {tokens + more for tokens in tuned if tokens <= MOST_TUNED_TOKENS for more in (0, 1)}
+    ends = {captured + 1, captured + 2, most - 1, most}  # the nearest tiles may be for a size beyond them
+    return sorted(tokens for tokens in both | ends if captured < tokens <= most)
+
+
+def _sample(runner: Any) -> None:
+    """Sample with top-k or top-p alone; vLLM's warm-up samples with both."""
+    vocabulary = runner.model_config.get_vocab_size()
+    for rows in (1, 2):  # Triton compiles an argument of 1 as a constant
+        k = torch.full((rows,), 50, dtype=torch.int32, device=runner.device)
+        p = torch.full((rows,), 0.9, dtype=torch.float32, device=runner.device)
+        for chosen in ((k, None), (None, p)):
+            logits = torch.zeros((rows, vocabulary), dtype=torch.float32, device=runner.device)
+            apply_top_k_top_p(logits, *chosen)
+
+
+def _rotate(attention: Any, runner: Any) -> None:
+    """Rotate queries and keys of a media encoder's attention; vLLM's warm-up does so for Qwen3-VL only."""
+    heads, size = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
+    for rows in ENCODED_ROWS:
+        rotated = torch.zeros((2, rows, heads, size), dtype=runner.dtype, device=runner.device)
+        angles = torch.zeros((rows, size // 2), dtype=runner.dtype, device=runner.device)
+        attention.apply_rotary_emb(rotated, angles, angles)
