@@ -113,6 +113,7 @@ CONFIGS: Mapping[str, Released] = {
     "qwen3_omni_pd": QWEN,
     "qwen3_omni_replicas": QWEN,
     "qwen2_5_omni": QWEN2_5,
+    "qwen2_5_omni_24gb": QWEN2_5,
     "bagel": BAGEL,
     "bagel_replicas": BAGEL,
     "bagel_pd": BAGEL,

@@ -36,7 +36,7 @@ class StepGauge(Gauge):
     _at: ClassVar[float | None] = None
 
     def set(self, value: float) -> None:
-        """Set the gauge. In a block of `state_after`, the value gets the time of that step, otherwise the time now."""
+        """Set the gauge. Inside `with state_after(step_ns)` the value has that time, otherwise the current time."""
         if self._at is None or not self._is_most_recent:
             super().set(value)
         else:

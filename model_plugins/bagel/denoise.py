@@ -185,7 +185,10 @@ class Denoiser:
         return out
 
     def _forward(self, running: Sequence[RunningImage], active: Sequence[Branches]) -> Sequence[Tensor]:
-        """Return the velocity of each row, `[tokens, token_channels]` float32."""
+        """Run the model; return its prediction (the velocity of flow matching) for each row.
+
+        A row is one guidance branch of one image. Each result is `[tokens, token_channels]`, float32.
+        """
         projections, llm = self._model.latents, self._model.llm
         tokens = [image.places.shape[0] for image in running]
         times = torch.stack([image.times[image.index] for image in running]).to(self._model.device)

@@ -226,10 +226,11 @@ class SpeechFlow:
         )
 
     def _without_hidden_states(self, reason: str) -> list[Action]:
-        """Restart a talker that could not read its hidden states: with another copy, or a new one.
+        """Restart a talker that could not read the thinker's hidden states.
 
-        A thinker that has not ended exports a new one, because it lost its replica. Otherwise the prompt is computed
-        again, with the reply.
+        The talker reads another copy if there is one. Otherwise the replica that stored them was lost. If the thinker
+        has not ended, it has been restarted on another replica and exports all hidden states again. If it has ended,
+        prompt and reply are computed again in one prefill.
         """
         assert self._announced is not None
         self._hidden.lose(self._announced)

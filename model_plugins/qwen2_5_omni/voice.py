@@ -13,7 +13,7 @@ TOKEN2WAV = "token2wav"
 
 
 class UtteranceStream(CodecStream):
-    """A stream whose sound comes later than its codes: the answers of its first parts are empty.
+    """A stream of codes whose sound comes later: the outputs for the first parts of the codes are empty.
 
     Args:
         delay: codes that must follow a code before its sound is final.

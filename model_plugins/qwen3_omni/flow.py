@@ -277,7 +277,12 @@ class TalkerInput:
         return len(self.text) == len(self.codec)
 
     def begin(self, items: Sequence[int], *, last: bool) -> None:
-        """Complete the prompt with the first spoken token, and add the other `items` to the text track."""
+        """Add the first token id of the reply to the talker's prompt, and the other `items` to its later text input.
+
+        Args:
+            items: token ids of the reply.
+            last: no more follow.
+        """
         self.text += items[:1]
         self.take(items[1:], last)
 

@@ -197,9 +197,12 @@ class Vocoder(nn.Module):
         return tuple(filled)
 
     def _batches(self, remaining: list[int], states: Sequence[VocoderState]) -> list[tuple[int, list[int]]]:
-        """Return batches `(frames, stream indices)` for the next pass of each stream that has `remaining` frames.
+        """Return batches `(frames of each stream, stream indices)` for the next pass of the streams with frames left.
 
-        Without graphs, a batch has at most `max_frames_per_pass` frames.
+        Without CUDA graphs, the streams of a batch have at most `max_frames_per_pass` frames in all.
+
+        Args:
+            remaining: number of frames left of each stream.
         """
         alike: dict[tuple[int, Filled], list[int]] = defaultdict(list)
         for i, left in enumerate(remaining):

@@ -100,7 +100,7 @@ class VocoderGraphs:
         return max((key.frames for key in self._replays if key.filled == filled and key.frames <= left), default=None)
 
     def most_streams(self, frames: int, filled: Filled) -> int:
-        """Return the largest number of streams of a recorded pass of this many frames; 0 if there is none."""
+        """Return the most streams of a captured graph with this many frames and this `filled`; 0 without one."""
         return max((k.streams for k in self._replays if (k.frames, k.filled) == (frames, filled)), default=0)
 
     def run(self, codes: Tensor, states: Sequence[Tensor], positions: Sequence[int], filled: Filled) -> Tensor | None:

@@ -92,7 +92,10 @@ class PartStreams(ABC):
             del self._streams[name]
 
     def _enlist(self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, Job], now: float) -> str | None:
-        """Add a part to its stream's job; if it is not the stream's next part, free the stream and return a reason."""
+        """Add part `i` of the step to its stream's job (the stream's parts of this step).
+
+        If it is not the stream's next part, free the stream and return the error text.
+        """
         if header.part == 0:
             try:
                 self._streams[header.stream] = Stream(self._open(header), now)

@@ -131,7 +131,7 @@ class SpeakingRuntime:
         )
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Return a stage's output tensor unchanged: frames, or sound."""
+        """Return a stage's output tensor unchanged: the talker's codes, or the samples of the last stage."""
         return tensor
 
     def thinker_positions(self, thinker: type[Any], request: Rendered, videos: Features | None = None) -> np.ndarray:

@@ -19,8 +19,8 @@ class Gpu:
 
 
 H200, H100 = Gpu("NVIDIA H200", 143_771), Gpu("NVIDIA H100 80GB HBM3", 81_559)
-L40S = Gpu("NVIDIA L40S", 46_068)
-"""Its name and memory; kernels are compiled for compute capability 9.0 as for the others."""
+L40S, RTX_4090 = Gpu("NVIDIA L40S", 46_068), Gpu("NVIDIA GeForce RTX 4090", 24_564)
+"""Names and memory; kernels are compiled for compute capability 9.0 as for the others."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,19 @@ SCENARIOS = (
         model="qwen2-5-omni",
         gpu=L40S,
         steps=(SHORT, AGAIN, SOUND, replace(LONG, content=(say("word " * 5000),)), IMAGE, VIDEOS[0], AFTER),
+    ),
+    Scenario(
+        name="qwen2-5-24gb",
+        model="qwen2-5-omni",
+        gpu=RTX_4090,
+        flags=("--stage-config", "qwen2_5_omni_24gb"),
+        steps=(
+            SHORT,
+            AGAIN,
+            Ask(name="image", content=({"type": "image", "width": 1792, "height": 1792}, say("What is this?"))),
+            replace(IMAGE, refused="limits.max_media_tokens is 4,096"),
+            AFTER,
+        ),
     ),
     Scenario(name="bagel", model="bagel", gpu=H100, steps=PICTURES, compiles=IMAGE_KERNEL),
     Scenario(

@@ -55,7 +55,7 @@ def modality_names(text: str, allowed: Collection[str], owner: str) -> tuple[str
 
 
 def _expected(text: str) -> WrapValidator:
-    """Return a validator that replaces every error of a type by "must be `text`"."""
+    """Return a validator whose only error is "must be `text`", in place of those of the annotated type."""
 
     def validate(value: Any, check: Any) -> Any:
         try:

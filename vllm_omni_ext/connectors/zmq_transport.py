@@ -266,7 +266,11 @@ class LinkedProducer(Producer):
 
     @abstractmethod
     def _sent(self, kept: Any) -> tuple[int, str, list[Any]]:
-        """Return `Chunk.place`, `Chunk.memory` and the frames with the chunk's bytes, for the reply to a consumer."""
+        """Return the fields of the reply to a consumer: `Chunk.place`, `Chunk.memory`, and ZMQ frames with the bytes.
+
+        Args:
+            kept: the place that `_store` returned.
+        """
 
     def _connected(self) -> None:
         """Accept a connection to the socket `also`."""

@@ -166,7 +166,7 @@ class Membership:
                     self._leave(message, record, at)
 
     def tick(self, at: float) -> View | None:
-        """Apply the deadlines up to the time `at`. Return the view to publish; None if none is due."""
+        """Remove replicas whose heartbeat deadline is before the time `at`; return the view to publish, if one is due."""
         late = at - self.deadline()
         if late > self._timing.interval_s:
             self._extend_deadlines(at, late)

@@ -92,7 +92,7 @@ class SendMixin(MooncakeConnectorWorker):
         self.news.set()
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
-        """Write blocks; return 0 when all are written, `FAILED` when a write has failed and no write can follow."""
+        """Write blocks; return 0, or `FAILED` if a write has failed. All writes have ended when it returns."""
         since = time.perf_counter()
         statuses = self._write(remote_session, src_ptrs, dst_ptrs, lengths)
         if all(status == DONE for status in statuses):

@@ -170,9 +170,10 @@ class WithAgent:
 
         The key `MAX_MEDIA_TOKENS` of `additional_config` limits the tokens that the encoder computes in one step.
 
-        vLLM's engine makes its receiver cache for media after the scheduler, and only with one API process. The config
-        has two or more, so that each API server keeps the media itself (`_FEWEST_API_PROCESSES`); the engine's copy of
-        the config gets one here, because `SentMedia` in the API servers agrees with any number of them.
+        vLLM's engine makes its receiver cache for media after the scheduler, and only if `_api_process_count` is 1. The
+        shared config has at least 2, so that each API server keeps the media itself (`_FEWEST_API_PROCESSES`). This
+        method sets 1 in the engine's copy: `SentMedia` in the API servers keeps that cache consistent with any number
+        of them.
 
         Raises:
             ConfigError: the scheduler is no subclass of vLLM's and cannot apply this limit.

@@ -170,7 +170,7 @@ class EdgeReceiver:
             source.orders.put(_Read(reading, ref.count, time.monotonic()))
 
     def arrivals(self) -> list[Arrival]:
-        """Return the results since the last call, in the order of each request's hidden states. Never waits."""
+        """Return the reads that have ended since the last call; those of a request are in token order. Never waits."""
         found = []
         while self._results:
             reading, count, result = self._results.popleft()

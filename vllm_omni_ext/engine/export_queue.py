@@ -98,7 +98,7 @@ class ExportQueue:
         self._call(lambda: self._sender.forget(names))
 
     def held(self) -> int | None:
-        """Return `EdgeSender.held` after the work that is queued; wait for it."""
+        """Wait for the queued work; return the number of requests with stored hidden states, None before the first."""
         return self._call(self._sender.held)
 
     def kept(self) -> int:

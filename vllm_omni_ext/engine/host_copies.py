@@ -139,6 +139,6 @@ class HostCopies:
         return target
 
     def free(self, place: int) -> None:
-        """Free page-locked memory."""
+        """Free the pinned memory at address `place`."""
         with self._lock:
             self._arena.free(place)

@@ -66,7 +66,7 @@ class InputProvider(Protocol):
         """
 
     def extend(self, req_id: str, payload: Any) -> None:
-        """Add the message of the next chunk of an open request."""
+        """Add the next input chunk of an open request: `payload` is the message that describes it."""
 
     def add_hidden_states(self, req_id: str, hidden: torch.Tensor) -> None:
         """Add the next hidden states [n, width] of a request, in the order of its `hidden_spans`."""

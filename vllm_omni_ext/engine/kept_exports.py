@@ -187,7 +187,7 @@ class KeptExports(Scheduler):
         self._exports: dict[str, RequestBlocks] = {}
 
     def add_request(self, request: Request) -> None:
-        """Add a request, and record its blocks with exported positions."""
+        """Add a request, and record the blocks of its prompt whose hidden states are exported."""
         params = request.sampling_params
         ranges = tuple(sorted(export_ranges(params.extra_args))) if params is not None else ()
         if ranges:

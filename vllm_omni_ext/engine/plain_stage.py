@@ -76,7 +76,7 @@ class Answer:
 
 
 class PlainModel(nn.Module, IsAttentionFree):
-    """Base class of the models of plain stages.
+    """Base class of the models of plain stages: stages without attention, KV cache and sampling.
 
     As in every vLLM model, the constructor takes `vllm_config` and `prefix`, and a subclass defines `load_weights`.
     """

@@ -66,11 +66,12 @@ class Ticket:
 class Admission:
     """Plans requests; one per API server.
 
-    A ticket is registered under a random key, which clients cannot guess. `extra_args[TICKET]` holds the key; vLLM
-    copies it from the handler to `generate`. A second key is used from `generate` to the engine request.
+    A ticket holds the plan of a request. It is registered under a random key, which clients cannot guess.
+    `extra_args[TICKET]` holds the key; vLLM copies it from the handler to `generate`. `generate` replaces it by a
+    second key, which the engine request has.
 
     Args:
-        model_frontend: the frontend's name in flows.
+        model_frontend: name that flows use for the frontend stage.
         default_modalities: modalities of a request that names none, comma-separated; None: the model's own default.
         max_media_tokens: most tokens of an image, a video or a sound; None: no limit.
 

@@ -235,7 +235,7 @@ class SendPart(Send, frozen=True, kw_only=True):
 
 
 class SendStreamEnd(Send, frozen=True, kw_only=True):
-    """End a stream, so that the stage frees its state. `action` is the last part that was sent."""
+    """End a stream, so that the stage frees its state. `action` sent the last part; it is not sent again."""
 
     stream: str
     action: Submit

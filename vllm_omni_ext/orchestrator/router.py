@@ -261,7 +261,7 @@ class KVReleases:
             self.release(kv)
 
     def holder_lost(self, holder: ReplicaId) -> None:
-        """Drop the releases of a lost source replica, whose KV caches are lost too."""
+        """Drop the commands to free KV caches of a lost replica: the KV caches are lost with it."""
         self._unclaimed = deque((kv for kv in self._unclaimed if kv.holder != holder), MOST_KEPT)
         for target, requests in self._requests.items():
             self._requests[target] = deque((each for each in requests if each[1].holder != holder), MOST_KEPT)

@@ -201,8 +201,8 @@ class RequestState:
     """The state of one request in all stages.
 
     Attributes:
-        bindings: the replica and engine request of each stage that the flow has opened, by stage and name of stream.
-        prompts: requests in the stage that writes text: the client's, under the request's id, and repeated prefills.
+        bindings: replica and engine request of each stream that the flow has opened, by (stage, name of the stream).
+        prompts: engine requests in the text stage, by id: the client's own, and repeated prefills of its prompt.
         forwarded: the flow sends the client's request to the frontend.
         stages_seen: stages that have returned an output for the request.
         done: stages that have finished the request.

@@ -267,6 +267,6 @@ class SharedCounters:
         self.admitted: Array[c_longlong] = context.RawArray(c_longlong, SharedAdmissionStats.num_counters(servers))
 
     def clear(self, server: int) -> None:
-        """Clear the slot of an API server that has died: it accepts no connections and its requests have ended."""
+        """Reset the counters of an API server that has died: no connections, no unfinished requests."""
         self.loads[server] = NOT_ACCEPTING
         self.admitted[server * SharedAdmissionStats.COUNTERS_PER_SLOT] = 0

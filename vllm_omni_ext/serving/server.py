@@ -222,7 +222,10 @@ class Head:
 
 
 def _coordinator_ended(error: Exception) -> float:
-    """Return the seconds until the coordinator is restarted: 0 if it was running. Attempts are not limited."""
+    """Return the seconds until the coordinator is restarted: 0 if it had started before it ended, else a pause.
+
+    The number of restarts is not limited.
+    """
     pause = 0.0 if isinstance(error, Exited) else COORDINATOR_PAUSE_S
     print_status(f"error: the coordinator is gone: {error}; it is started again in {pause:g} s")
     return pause

@@ -61,7 +61,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Headless:
-    """Settings of a headless process: it has no API server, and its replicas join the head of another process.
+    """Settings of a headless process: it has no API server. Its replicas register at the head, which has API servers.
 
     Attributes:
         stage: name of the only stage that it runs.

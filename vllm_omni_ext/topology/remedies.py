@@ -89,7 +89,12 @@ def as_text(flags: Flags) -> str:
 
 
 def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: int) -> dict[str, Any]:
-    """Return the least restrictive values of these flags with which the model fits; empty if there are none."""
+    """Return the least restrictive values with which the model fits; empty if there are none.
+
+    Args:
+        kinds: flags that may be set.
+        longest: context length of the model; `max_model_len` stays below it.
+    """
     rest = {"quantization": "fp8"} if "quantization" in kinds else {}
     sizes = [size for size in _PARALLEL if size <= machine.device_count] if "tensor_parallel_size" in kinds else [0]
     for size in sizes:

@@ -21,7 +21,11 @@ def checkpoint_directory(model_config: Any) -> Path:
 
 
 def model_sizes(model_config: Any) -> BagelSizes:
-    """Return the sizes of the checkpoint of vLLM's `ModelConfig`. CheckpointError: its files are missing or damaged."""
+    """Return the model's dimensions, read from the checkpoint of vLLM's `ModelConfig`.
+
+    Raises:
+        CheckpointError: files of the checkpoint are missing or damaged.
+    """
     return _sizes(checkpoint_directory(model_config))
 
 

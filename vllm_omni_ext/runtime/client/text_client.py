@@ -74,7 +74,7 @@ class TextClient:
         await self._admission.open(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """End the text of requests that met a stop string. Other aborts are handled by `AsyncOmni.abort` before."""
+        """End the text of requests that met a stop string. Their other stages continue (`AsyncOmni.abort` ends all)."""
         await self._orchestrator.text_stopped(request_ids)
 
     def get_kv_event_sources(self) -> dict[int, Any]:

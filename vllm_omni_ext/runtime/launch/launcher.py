@@ -251,7 +251,7 @@ class Deployment:
         return config
 
     def _keep(self, stage: str, config: VllmConfig) -> None:
-        """Store a stage's config, and the frontend's drain time for API servers. Engines get 0: they end at once."""
+        """Store a stage's config. API servers get the frontend's `shutdown_timeout`; engines get 0, and end at once."""
         if stage == self.plan.frontend_stage:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0

@@ -181,7 +181,7 @@ def _levels(kind: str) -> Samples:
 
 @cache
 def _codes(kind: str) -> Samples:
-    """Return the code of each 16-bit sample, uint8 [65536], indexed by the sample's unsigned value."""
+    """Return the G.711 byte of each 16-bit sample, uint8 [65536], indexed by the sample's unsigned value."""
     samples = np.arange(2**16).astype(np.uint16).view(np.int16).astype(np.int64)
     if kind == PCMU:
         negative, size = samples < 0, np.minimum(np.abs(samples >> 2), 8158) + 33
