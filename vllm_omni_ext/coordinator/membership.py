@@ -166,7 +166,7 @@ class Membership:
                     self._leave(message, record, at)
 
     def tick(self, at: float) -> View | None:
-        """Remove replicas whose heartbeat deadline is before the time `at`; return the view to publish, if one is due."""
+        """Remove replicas whose heartbeat deadline is before `at`; return the view to publish, if it is due."""
         late = at - self.deadline()
         if late > self._timing.interval_s:
             self._extend_deadlines(at, late)
