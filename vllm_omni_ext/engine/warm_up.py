@@ -42,11 +42,11 @@ def build_last_kernels(runner: Any) -> None:
 
 
 def token_counts(captured: int, most: int) -> list[int]:
-    """Return an odd and an even number of tokens for each tile size of vLLM's fused MoE kernel, ascending.
+    """Return numbers of tokens of steps that use every variant of vLLM's fused MoE kernel, ascending.
 
     vLLM's tuned tiles are for 2^n and 3 * 2^n tokens, and its default tiles change at some of them. A step takes the
-    nearest ones. Triton compiles an even number of tokens apart from an odd one, because eight experts a token make the
-    even one a multiple of 16.
+    nearest ones. Triton compiles a multiple of 16 apart from other integers: tokens times experts a token is one for
+    multiples of 8 tokens, and not for odd numbers with 6 or 8 experts.
 
     Args:
         captured: largest number of tokens of a captured graph; smaller steps run in a graph. 0: no graphs.
@@ -54,7 +54,7 @@ def token_counts(captured: int, most: int) -> list[int]:
     """
     tuned = {factor << shift for factor in (1, 3) for shift in range(MOST_TUNED_TOKENS.bit_length())}
     both = {tokens + more for tokens in tuned if tokens <= MOST_TUNED_TOKENS for more in (0, 1)}
-    ends = {captured + 1, captured + 2, most - 1, most}  # the nearest tiles may be for a size beyond them
+    ends = {captured + 1, captured + 8, most - 1, most}  # the nearest tiles may be for a size beyond them
     return sorted(tokens for tokens in both | ends if captured < tokens <= most)
 
 

@@ -119,6 +119,35 @@ def sound_lengths() -> None:
     mixin._process_audio_input = on_host
 
 
+def sound_shapes() -> None:
+    """Compute the shapes of Transformers' sound encoder on the host: its layers take lengths and indices from them."""
+    import transformers.models.qwen2_5_omni.modeling_qwen2_5_omni as used
+
+    def computed(function: Any, *, to_device: bool) -> Any:
+        def on_host(*arguments: Any, **named: Any) -> Any:
+            device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
+            hosted = [each.cpu() if isinstance(each, torch.Tensor) else each for each in arguments]
+            with RangesOnHost():
+                found = function(*hosted, **named)
+            if not to_device:
+                return found
+            return tuple(each.to(device) for each in found) if isinstance(found, tuple) else found.to(device)
+
+        return on_host
+
+    for name in ("chunk_and_pad_features", "get_valid_indices", "get_pool_indices"):
+        setattr(used, name, computed(getattr(used, name), to_device=True))
+    # Each layer splits its input at these.
+    used.get_audio_cu_seqlens = computed(used.get_audio_cu_seqlens, to_device=False)
+    encoder = used.Qwen2_5OmniAudioEncoder
+    lengths = encoder._get_feat_extract_output_lengths
+
+    def output_lengths(self: Any, input_lengths: torch.Tensor) -> Any:
+        return computed(lambda each: lengths(self, each), to_device=True)(input_lengths)
+
+    encoder._get_feat_extract_output_lengths = output_lengths
+
+
 def sampled_tokens() -> None:
     """Let every row that ends its prompt or decodes sample `TOKEN`."""
     from vllm.v1.worker.gpu.async_utils import AsyncOutput

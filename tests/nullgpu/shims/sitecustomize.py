@@ -61,6 +61,11 @@ def install() -> None:
 
         no_kernels.sound_lengths()
 
+    def with_shapes_of_sounds() -> None:
+        import no_kernels
+
+        no_kernels.sound_shapes()
+
     def with_own_runtime() -> None:
         import vllm.distributed.device_communicators.cuda_wrapper as used
 
@@ -70,6 +75,7 @@ def install() -> None:
     sys.meta_path.insert(0, After("vllm.distributed.device_communicators.cuda_wrapper", with_own_runtime))
     sys.meta_path.insert(0, After("vllm", without_kernels))
     sys.meta_path.insert(0, After("vllm.model_executor.models.qwen3_omni_moe_thinker", with_lengths_of_sounds))
+    sys.meta_path.insert(0, After("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", with_shapes_of_sounds))
     sys.meta_path.insert(0, After("vllm.v1.worker.gpu_worker", with_given_tokens))
 
 
