@@ -155,11 +155,14 @@ def modes_of(env: Mapping[str, str], *, cpu: bool) -> list[str]:
 
 
 def checkpoints(folder: Path, env: Mapping[str, str], *, tiny: bool) -> None:
-    """Write the missing checkpoints: the released shape without weights, and a tiny one."""
-    wanted = {"tiny": "--real-vocab"} if tiny else {"tiny": "--real-vocab", "model": "--released"}
-    for name, size in wanted.items():
+    """Write the missing checkpoints: the released shapes without weights, and a tiny one."""
+    wanted = {"tiny": ("qwen3-omni", "--real-vocab")}
+    if not tiny:
+        wanted["model"] = ("qwen3-omni", "--released-shape")
+        wanted["qwen2_5"] = ("qwen2-5-omni", "--released-shape")
+    for name, (model, size) in wanted.items():
         if not (folder / name / "config.json").exists():
-            words = [sys.executable, "-m", "vllm_omni_ext", "tiny", "qwen3-omni", str(folder / name), size]
+            words = [sys.executable, "-m", "vllm_omni_ext", "tiny", model, str(folder / name), size]
             subprocess.run(words, cwd=folder, env=dict(env), check=True, stdout=subprocess.DEVNULL)
 
 

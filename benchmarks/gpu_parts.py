@@ -43,8 +43,8 @@ class Part:
     """One program.
 
     Attributes:
-        words: a file below the repository's root, and its arguments. "{model}" is a checkpoint's folder, "{tiny}" that
-            of a tiny one, "{json}" the file that takes the figures.
+        words: a file below the repository's root, and its arguments. "{model}" and "{qwen2_5}" are the folders of
+            checkpoints in released shapes, "{tiny}" that of a tiny one, "{json}" the file that takes the figures.
         devices: fewest CUDA devices.
         one_of: Python modules; one of them must be installed.
     """
@@ -57,7 +57,7 @@ class Part:
 
     def command(self, python: str, folder: Path) -> list[str]:
         """Return the command line; `folder` contains the figures and the checkpoints."""
-        places = {"model": folder / "model", "tiny": folder / "tiny", "json": self.figures(folder)}
+        places = {"json": self.figures(folder), **{name: folder / name for name in ("model", "qwen2_5", "tiny")}}
         program, *words = self.words
         return [python, str(ROOT / program), *(re.sub(r"^\{(\w+)\}$", lambda m: str(places[m[1]]), w) for w in words)]
 
@@ -104,7 +104,10 @@ def parts(modes: Sequence[str], *, tiny: bool) -> tuple[Part, ...]:
 
 
 def _released_parts() -> tuple[Part, ...]:
-    start = ("benchmarks/gpu_start.py", "{model}", "--json", "{json}", "--", "--load-format", "dummy")
+    start, qwen2_5 = (
+        ("benchmarks/gpu_start.py", model, "--json", "{json}", "--", "--load-format", "dummy")
+        for model in ("{model}", "{qwen2_5}")
+    )
     levels = ("benchmarks/speech_levels.py", "{model}", "--json", "{json}", "--levels")
     text = ("benchmarks/gpu_text.py", "{model}", "--json", "{json}")
     videos = ("benchmarks/gpu_video.py", "{model}", "--json", "{json}", "--", "--load-format", "dummy")
@@ -117,6 +120,8 @@ def _released_parts() -> tuple[Part, ...]:
         Part("video", "videos of 32 to 160 frames of 1280x720, memory after each", videos),
         _pictures()[0],
         Part("start-fp8", "the README's command with a thinker in FP8", (*start, "--quantization", "fp8")),
+        Part("start-qwen2-5", "the same command for Qwen2.5-Omni-7B, in bfloat16", qwen2_5),
+        Part("start-qwen2-5-24gb", "the same for one 24 GB card", (*qwen2_5, "--stage-config", "qwen2_5_omni_24gb")),
         Part(
             "levels-talkers",
             "two talkers and two code2wav, 1 to 32 answers at once",
