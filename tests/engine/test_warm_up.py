@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
-from vllm_omni_ext.engine.warm_up import token_counts
+from vllm_omni_ext.engine.warm_up import encoder_attention, token_counts
 
 EXPERTS, STEP = 128, 8192
 WIDTHS = (384, 768, 1024)
@@ -58,3 +62,14 @@ def test_each_variant_is_compiled_by_the_warm_up(tiles: Tiles) -> None:
 def test_no_step_is_larger_than_the_engine_allows_or_runs_in_a_graph() -> None:
     assert token_counts(512, 600) == [513, 520, 599, 600]
     assert token_counts(512, 512) == []
+
+
+def test_rotary_embeddings_of_text_layers_are_no_attention_of_an_encoder() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        text = get_rope(64, 128)
+        encoder = torch.nn.Module()
+        encoder.apply_rotary_emb = ApplyRotaryEmb(enforce_enable=True)
+        encoder.num_attention_heads_per_partition = encoder.hidden_size_per_attention_head = 16
+    assert isinstance(text.apply_rotary_emb, ApplyRotaryEmb)
+    assert encoder_attention([text]) is None
+    assert encoder_attention([text, encoder]) is encoder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,14 +32,18 @@ def build_last_kernels(runner: Any) -> None:
         row, starts = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (1, 2))
         post_update_num_computed_tokens(row, states.num_computed_tokens.gpu, starts)
     modules = list(runner.get_model().modules())
-    for each in modules:
-        if isinstance(getattr(each, "apply_rotary_emb", None), ApplyRotaryEmb):
-            _rotate(each, runner)
-            break
+    if (attention := encoder_attention(modules)) is not None:
+        _rotate(attention, runner)
     if any(isinstance(each, MoERunnerInterface) for each in modules):
         graphs = runner.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         for tokens in token_counts(graphs, runner.vllm_config.scheduler_config.max_num_batched_tokens):
             runner._dummy_run(tokens, skip_eplb=True)
+
+
+def encoder_attention(modules: Iterable[torch.nn.Module]) -> torch.nn.Module | None:
+    """Return the first attention of a media encoder that rotates queries and keys; text layers use another kernel."""
+    found = (each for each in modules if isinstance(getattr(each, "apply_rotary_emb", None), ApplyRotaryEmb))
+    return next((each for each in found if hasattr(each, "num_attention_heads_per_partition")), None)
 
 
 def token_counts(captured: int, most: int) -> list[int]:
