@@ -72,7 +72,7 @@ def as_text(sections: Sequence[Section]) -> str:
 
 
 def as_data(sections: Sequence[Section]) -> dict[str, object]:
-    """Return the findings as data for `--json`."""
+    """Return the sections of the report as data for `--json`."""
     return {
         "ok": all(section.ok for section in sections),
         "sections": {

@@ -42,7 +42,7 @@ class ConnectorError(OmniError):
 
 
 class BackPressure(ConnectorError):
-    """The memory is full, and the chunk was not stored or not read. Try again when a request has been freed."""
+    """The connector's memory is full: a chunk was not stored, or not read. Try again when a request has been freed."""
 
 
 class Forgotten(ConnectorError):

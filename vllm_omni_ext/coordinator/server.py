@@ -144,7 +144,8 @@ class Coordinator:
 
 
 def run(config: CoordinatorConfig, control: Connection) -> None:
-    """Run the coordinator in its process. It sends its addresses or an error text on `control`, for `listening`.
+    """Run the coordinator in its own process. It sends its addresses or an error text on `control`; the parent receives
+    them in `listening`.
 
     The process ends when the other end of `control` is closed, so that it never outlives its parent. It ignores the
     terminal's SIGINT, which the parent handles.

@@ -41,8 +41,8 @@ class Answer:
     Attributes:
         due_at, began_at, ended_at: scheduled start, real start and end, as times of the run's clock.
         ready_s: from `due_at` until the session was configured; None: the API has no sessions.
-        first_text_s, first_sound_s, whole_s: from the origin to the first text, the first sound and the end. None: the
-            answer has no text or sound. The origin is `due_at`, or the end of the spoken input.
+        first_text_s, first_sound_s, whole_s: time to the first text, the first sound and the end, from `due_at`, or
+            from the end of the input sound if there is one. None: the answer has no text or no sound.
         sound_s: duration of the sound.
         silences: durations of the pauses in which a real-time player has no sound to play.
         failure: kind of failure; None: the answer is complete.

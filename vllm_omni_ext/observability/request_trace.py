@@ -66,8 +66,8 @@ class RequestTrace:
         started: monotonic clock at arrival, seconds.
         arrival: Unix time at arrival, seconds.
         outputs: outputs with at least one chunk, by modality.
-        steps: number of steps that each stage has completed, from its progress chunks.
-        outcome: None while the request runs.
+        steps: number of steps that each stage has reported as completed, by stage.
+        outcome: how the request ended; None while it runs.
     """
 
     request_id: str

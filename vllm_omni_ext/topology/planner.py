@@ -88,7 +88,7 @@ def resolved_params(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dic
 
 
 class _Planner:
-    """Makes one plan. `replicas` is the number of all replicas on this host, at least 1."""
+    """Computes one plan: devices and memory of each replica. `replicas`: total number on this host, at least 1."""
 
     def __init__(
         self,

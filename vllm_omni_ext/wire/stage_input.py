@@ -113,7 +113,7 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     @classmethod
     def of(cls, extra: Any) -> PartHeader:
-        """Return the header in `extra_kwargs`; msgspec.ValidationError if they are not a header."""
+        """Return the header that `extra` contains; msgspec.ValidationError if it is not a valid header."""
         return msgspec.convert(extra, cls)
 
     @classmethod

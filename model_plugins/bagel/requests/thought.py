@@ -24,7 +24,7 @@ class ThoughtChunk(OutputChunk):
 
 
 class ThoughtStream(ModalityStream):
-    """Streams the thought of one chat answer, and counts its tokens."""
+    """Streams the thought (the reasoning text) of one chat answer, and counts its tokens."""
 
     def __init__(self) -> None:
         self._tokens = 0

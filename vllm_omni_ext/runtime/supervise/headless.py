@@ -79,7 +79,7 @@ class Refused(Final):
 
 @dataclass
 class _Place:
-    """One local replica that has joined: the head's answer, and the message that the replica is present."""
+    """A local replica that is registered at the head: the head's reply, and the message that registers the replica."""
 
     joined: Joined
     present: Present

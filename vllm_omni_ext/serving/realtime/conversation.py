@@ -307,7 +307,7 @@ class Conversation:
         check_size([*self, item], self._limits)
 
     def check_room(self) -> None:
-        """Check that an output item can be added, whose size is not known yet.
+        """Check that the conversation has room for an output item. The size of the item is not known yet.
 
         Raises:
             ClientError: the conversation is full.

@@ -352,7 +352,7 @@ class FunctionCallOutput(ItemFields):
 
 
 class ItemReference(Strict):
-    """An item of the conversation, in `input` of a response."""
+    """A reference to an item of the conversation, in `input` of `response.create`."""
 
     type: Literal["item_reference"]
     id: Id
