@@ -64,7 +64,10 @@ class Token2Wav(nn.Module):
         super().__init__()
         self._dit = StreamingDiT(config.dit_config)
         self.code2wav_dit_model = self._dit.model
-        self.code2wav_bigvgan_model = Qwen2_5OmniToken2WavBigVGANModel(config.bigvgan_config)
+        device = torch.get_default_device()
+        with torch.device("cpu"):  # on a device, torch would compile a kernel for the window of the filters
+            vocoder = Qwen2_5OmniToken2WavBigVGANModel(config.bigvgan_config)
+        self.code2wav_bigvgan_model = vocoder.to(device)
         self.groups = 1
         self.codebook_size = self._dit.codes
         self.margin = reach(config.bigvgan_config)
