@@ -214,7 +214,11 @@ SCENARIOS = (
             SHORT,
             AGAIN,
             Ask(name="image", content=({"type": "image", "width": 1792, "height": 1792}, say("What is this?"))),
-            replace(IMAGE, refused="limits.max_media_tokens is 4,096"),
+            Ask(
+                name="larger image",
+                content=({"type": "image", "width": 2016, "height": 2016}, say("What is this?")),
+                refused="has 5,184 tokens, but limits.max_media_tokens is 4,096",
+            ),
             AFTER,
         ),
     ),
