@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniToken2WavDiTModel,
-    apply_rotary_pos_emb,
     deinterleave_head_dim,
+    rotate_half,
 )
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES, Solver
 
@@ -231,9 +232,7 @@ class StreamingDiT:
             blocks, hidden = self._layer(number, layer, modulations[number], kept, blocks, hidden, lasts)
         left = [block for some in blocks for block in some]
         if left:
-            shift_scale = modulations[-1]
-            normed = self.model.norm_out.norm(hidden) * (1 + shift_scale[0]) + shift_scale[1]
-            velocities = self.model.proj_out(normed)
+            velocities = self.model.proj_out(_normed(self.model.norm_out.norm, hidden, *modulations[-1]))
             slopes = solver.combined(velocities[:, 0], velocities[:, 1]) if rows == 2 else velocities[:, 0]
             for block, slope in zip(left, slopes, strict=True):
                 block.slopes.append(slope)
@@ -255,7 +254,7 @@ class StreamingDiT:
         """Apply one layer; return the blocks that leave it, and their hidden states [blocks, rows, block_size, hidden].
 
         Args:
-            modulation: shift, scale and gate of the attention, then of the MLP, [6, hidden].
+            modulation: shift, scale plus 1 and gate of the attention, then of the MLP, [6, hidden].
             kept: what the layer keeps of each utterance, for a layer that attends to other blocks.
         """
         if number in self.ahead:
@@ -263,7 +262,7 @@ class StreamingDiT:
         every = [block for some in blocks for block in some]
         if not every:
             return blocks, hidden
-        normed = layer.attn_norm.norm(hidden) * (1 + modulation[1]) + modulation[0]
+        normed = _normed(layer.attn_norm.norm, hidden, modulation[1], modulation[0])
         query, keys, values = self._projected(layer.attn, normed, every)
         leaving = list(blocks)
         if not kept:
@@ -278,9 +277,9 @@ class StreamingDiT:
             if not any(leaving):
                 return leaving, hidden
         attended = attended.transpose(2, 3).flatten(3)
-        hidden = hidden + modulation[2] * layer.attn.to_out[0](attended)
-        normed = layer.ff_norm(hidden) * (1 + modulation[4]) + modulation[3]
-        return leaving, hidden + modulation[5] * layer.ff(normed)
+        hidden = torch.addcmul(hidden, modulation[2], layer.attn.to_out[0](attended))
+        normed = _normed(layer.ff_norm, hidden, modulation[4], modulation[3])
+        return leaving, torch.addcmul(hidden, modulation[5], layer.ff(normed))
 
     def _projected(self, attention: Any, normed: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [blocks, rows, heads, block_size, head_dim]; the first head is rotated."""
@@ -289,17 +288,17 @@ class StreamingDiT:
             for project in (attention.to_q, attention.to_k, attention.to_v)
         ]
         place = self._place(blocks)
-        query, keys = (deinterleave_head_dim(each[:, :, 0]) for each in heads[:2])
-        rotated = apply_rotary_pos_emb(query, keys, place.cos, place.sin)
-        for whole, first in zip(heads[:2], rotated, strict=True):
-            whole[:, :, 0] = first
+        first = deinterleave_head_dim(torch.cat([each[:, :, 0] for each in heads[:2]], dim=1))
+        rotated = first * place.cos[:, None] + rotate_half(first) * place.sin[:, None]
+        for whole, part in zip(heads[:2], rotated.chunk(2, dim=1), strict=True):
+            whole[:, :, 0] = part
         return heads[0], heads[1], heads[2]
 
     def _place(self, blocks: Sequence[Block]) -> _Place:
         """Return rotations and lengths of blocks; most layers of a pass have those of the layer before."""
         numbers = tuple((block.first, block.length) for block in blocks)
         if self._placed is None or self._placed.numbers != numbers:
-            firsts, lengths = torch.tensor(numbers, device=self.device).T[:, :, None]
+            firsts, lengths = async_tensor_h2d(list(numbers), self.device).T[:, :, None]
             offsets = torch.arange(self.block, device=self.device)
             cos, sin = self.model.rotary_embed(self.model.proj_out.weight, firsts + offsets)
             self._placed = _Place(numbers, cos, sin, offsets < lengths)
@@ -347,18 +346,19 @@ class StreamingDiT:
                 state.before = both[row + count - 1].clone()
             leaving.append(some[: max(count, 0)])
             row += len(some)
-        picked = torch.tensor(own, dtype=torch.int64, device=self.device)
+        picked = async_tensor_h2d(own, self.device, torch.int64)
         if not own:
             return leaving, picked, query[:0]
-        where = torch.tensor(around, device=self.device)
+        where = async_tensor_h2d(around, self.device)
         near = both[where].movedim(1, 4).flatten(4, 5)  # [leaving, 2, rows, heads, neighbours * block_size, head_dim]
         mask = exists[where].flatten(1)[:, None, None, None]
         return leaving, picked, F.scaled_dot_product_attention(query[picked], near[:, 0], near[:, 1], attn_mask=mask)
 
     def _modulated(self, solver: Solver) -> list[list[Tensor]]:
-        """Return shifts, scales and gates by evaluation and layer, [6, hidden]; the last entry is that of the output.
+        """Return shifts, scales plus 1 and gates by evaluation and layer, [6, hidden].
 
-        They depend on the time alone, so that they are computed once.
+        The last entry has scale plus 1 and shift of the output, [2, hidden]. They depend on the time alone, so that
+        they are computed once.
         """
         if solver not in self._modulations:
             times = self.model.time_embed(solver.times().to(self.device))
@@ -366,11 +366,18 @@ class StreamingDiT:
                 layer.attn_norm.linear(layer.attn_norm.silu(times)).unflatten(1, (6, -1))
                 for layer in self.model.transformer_blocks
             ]
+            for each in by_layer:
+                each[:, 1::3] += 1
             out = self.model.norm_out
             scale, shift = out.linear(out.silu(times)).chunk(2, dim=1)
-            final = torch.stack([scale, shift], dim=1)
+            final = torch.stack([1 + scale, shift], dim=1)
             self._modulations[solver] = [[*(each[i] for each in by_layer), final[i]] for i in range(len(times))]
         return self._modulations[solver]
+
+
+def _normed(norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return the normed hidden states, scaled and shifted in the same kernel."""
+    return F.layer_norm(hidden, norm.normalized_shape, scale, shift, norm.eps)
 
 
 def _with_waiting(
