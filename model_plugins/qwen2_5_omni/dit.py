@@ -13,8 +13,9 @@ Rows of a pass are blocks, of any number of utterances.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
 )
 from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_omni_ext.engine.graphs import Recorder
+from vllm_omni_ext.model_plugins.qwen2_5_omni.dit_graphs import DiTGraphs
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES, Solver
 
 
@@ -132,12 +135,30 @@ class StreamingDiT:
         self.ahead = frozenset(config.look_ahead_layers) & frozenset(range(config.num_hidden_layers))
         self.backward = frozenset(config.look_backward_layers)
         self.delay = len(self.ahead)
-        self._modulations: dict[Solver, list[list[Tensor]]] = {}
+        self._runs = tuple(self._divided(config.num_hidden_layers))
+        self._modulations: dict[Solver, list[tuple[Tensor, Tensor]]] = {}
         self._placed: _Place | None = None
+        self._graphs: DiTGraphs | None = None
 
     @property
     def device(self) -> torch.device:
         return self.model.proj_out.weight.device
+
+    def _divided(self, layers: int) -> Iterator[range]:
+        """Yield runs of layers: one layer that attends to other blocks, or several that do not."""
+        for attends, run in groupby(range(layers), self._neighbours):
+            numbers = list(run)
+            yield from (range(each, each + 1) for each in numbers) if attends else (range(numbers[0], numbers[-1] + 1),)
+
+    @torch.inference_mode()
+    def record(self, recorder: Recorder) -> None:
+        """Record the layers that attend to no other block, for guided evaluations; from then on they run as graphs."""
+        like = torch.zeros(1, 2, self.block, self.model.hidden_size, device=self.device)
+        runs = [run for run in self._runs if not self._neighbours(run[0])]
+        layers = len(self.model.transformer_blocks)
+        graphs = DiTGraphs(self._through, recorder, runs=runs, like=like, head_dim=self.head_dim, layers=layers)
+        graphs.record()
+        self._graphs = graphs
 
     def voice(self, speaker: Tensor, reference: Tensor) -> Voice:
         """Return a speaker from its embedding [1, width] and reference spectrogram [1, frames, mel]."""
@@ -219,7 +240,7 @@ class StreamingDiT:
         lasts: Sequence[bool],
     ) -> list[list[Block]]:
         """Compute velocities: each block that leaves the last layer has one more slope."""
-        modulations = self._modulated(solver)[evaluation]
+        modulation, final = self._modulated(solver)[evaluation]
         new = [block for some in blocks for block in some]
         rows = 2 if solver.guided else 1
         hidden = torch.zeros(0, rows, self.block, self.model.hidden_size, device=self.device)
@@ -227,12 +248,15 @@ class StreamingDiT:
             points = torch.stack([block.point for block in new])[:, None].expand(-1, rows, -1, -1)
             conditions = torch.stack([block.condition for block in new])
             hidden = self.model.input_embed.proj(torch.cat([points, conditions], dim=-1))
-        for number, layer in enumerate(self.model.transformer_blocks):
-            kept = [state.at(evaluation, number) for state in states] if self._neighbours(number) else []
-            blocks, hidden = self._layer(number, layer, modulations[number], kept, blocks, hidden, lasts)
+        for run in self._runs:
+            if self._neighbours(number := run[0]):
+                kept = [state.at(evaluation, number) for state in states]
+                blocks, hidden = self._attending(number, modulation[number], kept, blocks, hidden, lasts)
+            elif any(blocks):
+                hidden = self._alone(run, modulation, blocks, hidden)
         left = [block for some in blocks for block in some]
         if left:
-            velocities = self.model.proj_out(_normed(self.model.norm_out.norm, hidden, *modulations[-1]))
+            velocities = self.model.proj_out(_normed(self.model.norm_out.norm, hidden, *final))
             slopes = solver.combined(velocities[:, 0], velocities[:, 1]) if rows == 2 else velocities[:, 0]
             for block, slope in zip(left, slopes, strict=True):
                 block.slopes.append(slope)
@@ -241,55 +265,70 @@ class StreamingDiT:
     def _neighbours(self, number: int) -> bool:
         return number in self.ahead or number in self.backward
 
-    def _layer(
+    def _alone(self, run: range, modulation: Tensor, blocks: list[list[Block]], hidden: Tensor) -> Tensor:
+        """Apply layers that attend to no other block."""
+        every = [block for some in blocks for block in some]
+        place = self._place(every)
+        given = run, hidden, place.cos, place.sin
+        graphs = self._graphs if hidden.shape[1] == 2 else None  # they are of guided evaluations
+        if graphs is not None and (replayed := graphs.replay(*given, place.exists, modulation)) is not None:
+            return replayed
+        whole = all(block.length == self.block for block in every)
+        return self._through(*given, None if whole else place.exists, modulation)
+
+    def _through(
+        self, run: range, hidden: Tensor, cos: Tensor, sin: Tensor, exists: Tensor | None, modulation: Tensor
+    ) -> Tensor:
+        """Apply layers to blocks, each for itself; see `dit_graphs.Through`. `exists`: None if all frames exist."""
+        mask = None if exists is None else exists[:, None, None, None]
+        for number in run:
+            layer = self.model.transformer_blocks[number]
+            query, keys, values = self._projected(layer, modulation[number], hidden, cos, sin)
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+            hidden = _after(layer, modulation[number], hidden, attended)
+        return hidden
+
+    def _attending(
         self,
         number: int,
-        layer: Any,
         modulation: Tensor,
         kept: Sequence[_AtLayer],
         blocks: list[list[Block]],
         hidden: Tensor,
         lasts: Sequence[bool],
     ) -> tuple[list[list[Block]], Tensor]:
-        """Apply one layer; return the blocks that leave it, and their hidden states [blocks, rows, block_size, hidden].
+        """Apply a layer that attends to other blocks; return the blocks that leave it, and their hidden states.
 
         Args:
             modulation: shift, scale plus 1 and gate of the attention, then of the MLP, [6, hidden].
-            kept: what the layer keeps of each utterance, for a layer that attends to other blocks.
+            kept: what the layer keeps of each utterance.
         """
         if number in self.ahead:
             blocks, hidden = _with_waiting(kept, blocks, hidden)
         every = [block for some in blocks for block in some]
         if not every:
             return blocks, hidden
-        normed = _normed(layer.attn_norm.norm, hidden, modulation[1], modulation[0])
-        query, keys, values = self._projected(layer.attn, normed, every)
-        leaving = list(blocks)
-        if not kept:
-            whole = all(block.length == self.block for block in every)
-            mask = None if whole else self._place(every).exists[:, None, None, None]
-            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        else:
-            leaving, picked, attended = self._attend_over(number, kept, blocks, query, keys, values, lasts)
-            if number in self.ahead:
-                _wait(kept, blocks, leaving, hidden)
-                hidden = hidden[picked]
-            if not any(leaving):
-                return leaving, hidden
-        attended = attended.transpose(2, 3).flatten(3)
-        hidden = torch.addcmul(hidden, modulation[2], layer.attn.to_out[0](attended))
-        normed = _normed(layer.ff_norm, hidden, modulation[4], modulation[3])
-        return leaving, torch.addcmul(hidden, modulation[5], layer.ff(normed))
+        layer, place = self.model.transformer_blocks[number], self._place(every)
+        projected = self._projected(layer, modulation, hidden, place.cos, place.sin)
+        leaving, picked, attended = self._attend_over(number, kept, blocks, *projected, lasts)
+        if number in self.ahead:
+            _wait(kept, blocks, leaving, hidden)
+            hidden = hidden[picked]
+        if not any(leaving):
+            return leaving, hidden
+        return leaving, _after(layer, modulation, hidden, attended)
 
-    def _projected(self, attention: Any, normed: Tensor, blocks: Sequence[Block]) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(
+        self, layer: Any, modulation: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, [blocks, rows, heads, block_size, head_dim]; the first head is rotated."""
+        normed, attention = _normed(layer.attn_norm.norm, hidden, modulation[1], modulation[0]), layer.attn
         heads = [
             project(normed).unflatten(-1, (self.heads, self.head_dim)).transpose(2, 3)
             for project in (attention.to_q, attention.to_k, attention.to_v)
         ]
-        place = self._place(blocks)
         first = deinterleave_head_dim(torch.cat([each[:, :, 0] for each in heads[:2]], dim=1))
-        rotated = first * place.cos[:, None] + rotate_half(first) * place.sin[:, None]
+        rotated = first * cos[:, None] + rotate_half(first) * sin[:, None]
         for whole, part in zip(heads[:2], rotated.chunk(2, dim=1), strict=True):
             whole[:, :, 0] = part
         return heads[0], heads[1], heads[2]
@@ -354,11 +393,11 @@ class StreamingDiT:
         mask = exists[where].flatten(1)[:, None, None, None]
         return leaving, picked, F.scaled_dot_product_attention(query[picked], near[:, 0], near[:, 1], attn_mask=mask)
 
-    def _modulated(self, solver: Solver) -> list[list[Tensor]]:
-        """Return shifts, scales plus 1 and gates by evaluation and layer, [6, hidden].
+    def _modulated(self, solver: Solver) -> list[tuple[Tensor, Tensor]]:
+        """Return modulations by evaluation. They depend on the time alone, so that they are computed once.
 
-        The last entry has scale plus 1 and shift of the output, [2, hidden]. They depend on the time alone, so that
-        they are computed once.
+        Those of an evaluation are shifts, scales plus 1 and gates of all layers, [layers, 6, hidden], and scale plus 1
+        and shift of the output, [2, hidden].
         """
         if solver not in self._modulations:
             times = self.model.time_embed(solver.times().to(self.device))
@@ -366,18 +405,25 @@ class StreamingDiT:
                 layer.attn_norm.linear(layer.attn_norm.silu(times)).unflatten(1, (6, -1))
                 for layer in self.model.transformer_blocks
             ]
-            for each in by_layer:
-                each[:, 1::3] += 1
+            layers = torch.stack(by_layer, dim=1)
+            layers[:, :, 1::3] += 1
             out = self.model.norm_out
             scale, shift = out.linear(out.silu(times)).chunk(2, dim=1)
-            final = torch.stack([1 + scale, shift], dim=1)
-            self._modulations[solver] = [[*(each[i] for each in by_layer), final[i]] for i in range(len(times))]
+            self._modulations[solver] = list(zip(layers, torch.stack([1 + scale, shift], dim=1), strict=True))
         return self._modulations[solver]
 
 
 def _normed(norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return the normed hidden states, scaled and shifted in the same kernel."""
     return F.layer_norm(hidden, norm.normalized_shape, scale, shift, norm.eps)
+
+
+def _after(layer: Any, modulation: Tensor, hidden: Tensor, attended: Tensor) -> Tensor:
+    """Return hidden states after a layer's attention, whose results are [blocks, rows, heads, block_size, head_dim]."""
+    joined = attended.transpose(2, 3).flatten(3)
+    hidden = torch.addcmul(hidden, modulation[2], layer.attn.to_out[0](joined))
+    normed = _normed(layer.ff_norm, hidden, modulation[4], modulation[3])
+    return torch.addcmul(hidden, modulation[5], layer.ff(normed))
 
 
 def _with_waiting(

@@ -15,6 +15,7 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.reach import MOST_WINDOW_FRAMES, r
 from vllm_omni_ext.model_plugins.qwen_omni.facts import (
     CONVOLUTION_BYTES,
     ENCODER_PIECES,
+    GRAPH_NODE_BYTES,
     LARGEST_IMAGE_PIXELS,
     MOST_VIDEO_FRAME_PAIRS,
     described,
@@ -48,6 +49,9 @@ and values, these and a neighbour's once more where a layer attends to other blo
 
 WAVES_ALIVE = 12
 """Tensors of the size of BigVGAN's largest layer: three of the residual blocks, and an activation at twice the rate."""
+
+GRAPH_NODES = 6 * 19 * 32
+"""Operators in the graphs of the transformer (`dit_graphs.py`): 6 numbers of blocks, 19 layers."""
 
 EVALUATIONS = 36
 """Evaluations of the equation with its default steps."""
@@ -103,6 +107,7 @@ def _token2wav(config: Any, weights: tuple[WeightPart, ...]) -> StageFacts:
         weights=weights,
         pass_elements=FRAMES_IN_FLIGHT * 2 * STATES_ALIVE * dit.hidden_size + window * widest * WAVES_ALIVE,
         library_bytes=CONVOLUTION_BYTES,
+        recorded_bytes=GRAPH_NODES * GRAPH_NODE_BYTES,
         sequence_elements=EVALUATIONS * block,
     )
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 
+from vllm_omni_ext.engine.graphs import Recorder
 from vllm_omni_ext.model_plugins.qwen2_5_omni.dit import DiTState, StreamingDiT, Voice
 from vllm_omni_ext.model_plugins.qwen2_5_omni.reach import MOST_WINDOW_FRAMES, reach
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
@@ -79,6 +80,10 @@ class Token2Wav(nn.Module):
     def set_speakers(self, speakers: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the speakers of the checkpoint, by name."""
         self._speakers = speakers
+
+    def record(self, recorder: Recorder) -> None:
+        """Record parts of the transformer's passes; from then on they run as graphs."""
+        self._dit.record(recorder)
 
     @torch.inference_mode()
     def new_state(self, voice: str, seed: int, solver: Solver) -> UtteranceState:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 from vllm.config import VllmConfig
 
+from vllm_omni_ext.engine.graphs import recorder_for
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Utterance
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
 from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
@@ -61,5 +62,9 @@ class Qwen2_5OmniToken2Wav(WaveformModel):
         )
 
     def warm_up(self) -> None:
-        """Run every kernel once, so that the first request does not wait."""
-        self.pooler.vocoder.try_out()
+        """Run every kernel once and record graphs, so that the first request does not wait."""
+        token2wav = self.pooler.vocoder
+        token2wav.try_out()
+        if (recorder := recorder_for(token2wav.code2wav_dit_model.proj_out.weight.device, eager=False)) is not None:
+            token2wav.record(recorder)
+            token2wav.try_out()

@@ -15,6 +15,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.model_plugins.qwen_omni.facts import (
     CONVOLUTION_BYTES,
     ENCODER_PIECES,
+    GRAPH_NODE_BYTES,
     LARGEST_IMAGE_PIXELS,
     MOST_VIDEO_FRAME_PAIRS,
     described,
@@ -50,9 +51,6 @@ remainder is for the workspaces of cuDNN's convolutions."""
 FRAME_STATE = 4
 """Memory of a frame during its computation, as a multiple of the code predictor's keys and values (`frames.py`): these
 twice, logits, random numbers and the activations of a position. 1.3 MB for the released shape in bfloat16."""
-
-GRAPH_NODE_BYTES = 32 << 10
-"""Memory of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
 
 PREDICTOR_GRAPH_NODES = 7 * 1100
 """Operators in the graphs of a frame, for 1 to 64 requests (`frames.py`)."""

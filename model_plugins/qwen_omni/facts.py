@@ -21,6 +21,9 @@ ENCODER_PIECES = 1.12
 """Memory of the vision encoder's pass, as a multiple of its live tensors: PyTorch's allocator cannot reuse some pieces.
 The thinker's process used 1.25 GiB more than counted after videos of 46,000 tokens."""
 
+GRAPH_NODE_BYTES = 32 << 10
+"""Memory of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
+
 CONVOLUTION_BYTES = 860 << 20
 """Memory of cuDNN's kernels and workspaces in code2wav's process, which used this much more than counted."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from tests.support.examples import examples
 from tests.support.qwen2_5_oracle import Oracle
+from tests.support.tape import TapeRecorder
+from vllm_omni_ext.model_plugins.qwen2_5_omni import dit_graphs
+from vllm_omni_ext.model_plugins.qwen2_5_omni.dit import StreamingDiT
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams, Utterance
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
@@ -22,6 +26,7 @@ from vllm_omni_ext.wire.stage_input import PartHeader
 
 TOLERANCE = 1e-4
 CODES = 64
+MOST_RECORDED = 8
 PER_BLOCK = 4
 DELAY = 36
 """Blocks that must follow: four evaluations of nine steps, one layer that looks ahead."""
@@ -32,12 +37,26 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(write_qwen2_5_omni(tmp_path_factory.mktemp("model") / "model"))
 
 
-@pytest.fixture(scope="module")
-def token2wav(oracle: Oracle) -> Token2Wav:
+def made_of(oracle: Oracle) -> Token2Wav:
     made = Token2Wav(oracle.model.config.token2wav_config)
     made.load_state_dict(oracle.model.token2wav.state_dict())
     made.set_speakers(oracle.model.speaker_map)
     return made
+
+
+@pytest.fixture(scope="module")
+def token2wav(oracle: Oracle) -> Token2Wav:
+    return made_of(oracle)
+
+
+@pytest.fixture(scope="module")
+def recorded(oracle: Oracle) -> tuple[Token2Wav, TapeRecorder]:
+    """Of some passes; larger ones have no graph."""
+    made, tape = made_of(oracle), TapeRecorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dit_graphs, "MOST_BLOCKS", MOST_RECORDED)
+        made.record(tape)
+    return made, tape
 
 
 def codes_of(count: int, seed: int) -> Tensor:
@@ -103,6 +122,28 @@ def test_options_of_transformers(solver: Solver, token2wav: Token2Wav, oracle: O
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_several_utterances_in_one_call_equal_each_alone(seed: int, token2wav: Token2Wav, oracle: Oracle) -> None:
     """Of different lengths, voices, seeds and options, in parts of any size, also without codes."""
+    check_several(seed, token2wav, oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(examples(2)))
+def test_recorded_passes_equal_transformers(
+    seed: int, recorded: tuple[Token2Wav, TapeRecorder], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token2wav, tape = recorded
+    through, computed, before = StreamingDiT._through, [], tape.repeated
+
+    def noted(self: StreamingDiT, run: range, hidden: Tensor, *others: Any) -> Tensor:
+        computed.append(len(hidden))
+        return through(self, run, hidden, *others)
+
+    monkeypatch.setattr(StreamingDiT, "_through", noted)
+    check_several(seed, token2wav, oracle)
+    assert tape.repeated > before
+    assert computed and min(computed) > MOST_RECORDED
+
+
+def check_several(seed: int, token2wav: Token2Wav, oracle: Oracle) -> None:
     rng = np.random.default_rng(seed)
     utterances = [
         (codes_of(int(rng.integers(1, 200)), seed=int(rng.integers(100))), voice, int(rng.integers(1 << 40)))

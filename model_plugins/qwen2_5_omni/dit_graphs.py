@@ -1,0 +1,94 @@
+"""Records layers of the transformer as CUDA graphs: runs of layers that attend to their own block only.
+
+A pass copies hidden states, rotations and modulations into buffers with fixed addresses. Passes of more blocks than
+`MOST_BLOCKS`, and layers that attend to neighbouring blocks, run without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_omni_ext.engine.graphs import Recorder, bucket_of, buckets
+
+logger = init_logger(__name__)
+
+MOST_BLOCKS = 32
+"""Blocks of the largest recorded pass: parts of 48 codes of 8 utterances in the released shape."""
+
+Through: TypeAlias = Callable[[range, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Applies layers. Takes their numbers, hidden states [blocks, rows, block_size, hidden], rotary cosines and sines
+[blocks, block_size, head_dim], the frames that exist, bool [blocks, block_size], and modulations [layers, 6, hidden];
+returns hidden states."""
+
+
+class DiTGraphs:
+    """Records passes through runs of layers, and replays them.
+
+    Args:
+        through: the pass to record.
+        recorder: records the graphs.
+        runs: numbers of the layers of each run.
+        like: hidden states of one block [1, rows, block_size, hidden].
+        head_dim: size of a head.
+        layers: number of all layers.
+    """
+
+    def __init__(
+        self, through: Through, recorder: Recorder, *, runs: Sequence[range], like: Tensor, head_dim: int, layers: int
+    ) -> None:
+        self._through, self._recorder, self._runs = through, recorder, runs
+        _, rows, size, width = like.shape
+        self._hidden = like.new_zeros(MOST_BLOCKS, rows, size, width)
+        self._cos, self._sin = (like.new_zeros(MOST_BLOCKS, size, head_dim) for _ in range(2))
+        self._exists = torch.ones(MOST_BLOCKS, size, dtype=torch.bool, device=like.device)
+        self._modulation = like.new_zeros(layers, 6, width)
+        self._held: list[Tensor | None] = [None, None]
+        self._replays: dict[tuple[range, int], Callable[[], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record all passes, the largest first."""
+        for size in buckets(MOST_BLOCKS):
+            for run in self._runs:
+                try:
+                    self._replays[run, size] = self._recorded(run, size)
+                except RuntimeError as error:
+                    logger.warning("token2wav: no CUDA graph for %d blocks, which will be slower: %s", size, error)
+
+    def _recorded(self, run: range, size: int) -> Callable[[], None]:
+        hidden, cos, sin, exists = (each[:size] for each in (self._hidden, self._cos, self._sin, self._exists))
+
+        def body() -> None:
+            hidden.copy_(self._through(run, hidden, cos, sin, exists, self._modulation))
+
+        return self._recorder.record(body)
+
+    def replay(
+        self, run: range, hidden: Tensor, cos: Tensor, sin: Tensor, exists: Tensor, modulation: Tensor
+    ) -> Tensor | None:
+        """Apply a run of layers; None if no graph is large enough.
+
+        The result is a view of a buffer that the next call overwrites. A block beyond those of the pass is computed
+        too, and changes no other block.
+        """
+        count = len(hidden)
+        size = bucket_of(count, [blocks for known, blocks in self._replays if known == run])
+        if size is None:
+            return None
+        if self._held[0] is not cos:  # most runs of an evaluation have the blocks of the run before
+            for buffer, given in ((self._cos, cos), (self._sin, sin), (self._exists, exists)):
+                buffer[:count].copy_(given)
+        if self._held[1] is not modulation:
+            self._modulation.copy_(modulation)
+        self._held = [cos, modulation]
+        self._hidden[:count].copy_(hidden)
+        self._replays[run, size]()
+        return self._hidden[:count]
