@@ -50,7 +50,7 @@ and values, these and a neighbour's once more where a layer attends to other blo
 WAVES_ALIVE = 12
 """Tensors of the size of BigVGAN's largest layer: three of the residual blocks, and an activation at twice the rate."""
 
-GRAPH_NODES = 6 * 19 * 32
+GRAPH_NODES = 6 * 19 * 38
 """Operators in the graphs of the transformer (`dit_graphs.py`): 6 numbers of blocks, 19 layers."""
 
 EVALUATIONS = 36
