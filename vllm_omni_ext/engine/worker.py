@@ -136,9 +136,9 @@ class StageWorker(_Worker):  # type: ignore[misc]
         return times
 
     def _warm_up_eager(self) -> None:
-        """Run vLLM's warm-up of Model Runner V2's kernels for a pooling model; vLLM omits it for eager stages."""
+        """Run vLLM's warm-up of Model Runner V2's kernels, which vLLM omits for eager stages."""
         runner = self.model_runner
-        if not (self.use_v2_model_runner and runner.is_pooling_model):
+        if not self.use_v2_model_runner:
             return
         from vllm.v1.worker.gpu.warmup import warmup_kernels
 
