@@ -75,7 +75,7 @@ def _sample(runner: Any) -> None:
 
 
 def _rotate(attention: Any, runner: Any) -> None:
-    """Rotate queries and keys of a media encoder's attention; vLLM's warm-up does so for Qwen3-VL only."""
+    """Rotate queries and keys of a media encoder's attention; vLLM's warm-up does so for one family only."""
     heads, size = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
     for rows in ENCODED_ROWS:
         rotated = torch.zeros((2, rows, heads, size), dtype=runner.dtype, device=runner.device)
