@@ -104,13 +104,12 @@ def parts(modes: Sequence[str], *, tiny: bool) -> tuple[Part, ...]:
 
 
 def _released_parts() -> tuple[Part, ...]:
-    start, qwen2_5 = (
-        ("benchmarks/gpu_start.py", model, "--json", "{json}", "--", "--load-format", "dummy")
-        for model in ("{model}", "{qwen2_5}")
-    )
+    dummy = ("--", "--load-format", "dummy")
+    start = ("benchmarks/gpu_start.py", "{model}", "--json", "{json}", *dummy)
+    qwen2_5 = ("benchmarks/gpu_start.py", "{qwen2_5}", "--json", "{json}", "--all-frames", *dummy)
     levels = ("benchmarks/speech_levels.py", "{model}", "--json", "{json}", "--levels")
     text = ("benchmarks/gpu_text.py", "{model}", "--json", "{json}")
-    videos = ("benchmarks/gpu_video.py", "{model}", "--json", "{json}", "--", "--load-format", "dummy")
+    videos = ("benchmarks/gpu_video.py", "{model}", "--json", "{json}", *dummy)
     disaggregated = ("benchmarks/gpu_start.py", "{tiny}", "--json", "{json}", "--", "--stage-config", "qwen3_omni_pd")
     connector = '{"thinker": {"prefill_decode": {"connector": "nixl"}}}'
     return (

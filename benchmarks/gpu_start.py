@@ -3,7 +3,7 @@
 The first answer should be as fast as the tenth. A slower one shows a compilation or a selection that is missing from
 the server's start. If the server refuses its configuration, the exit status is 3 and the reason is printed.
 
-    python benchmarks/gpu_start.py MODEL [--json FILE] [-- flags of vllm serve]
+    python benchmarks/gpu_start.py MODEL [--json FILE] [--all-frames] [-- flags of vllm serve]
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,9 +54,9 @@ def measured(model: str, flags: Sequence[str], measure: Callable[[Server], T]) -
             print(server.log.read_text(errors="replace"), flush=True)
 
 
-def spoken_answers(server: Server) -> tuple[float, list[Answer]]:
+def spoken_answers(server: Server, lengths: Lengths) -> tuple[float, list[Answer]]:
     """Return the seconds of the start, and ten answers, one after the other."""
-    with over_http(server, LENGTHS) as (ask, runner):
+    with over_http(server, lengths) as (ask, runner):
         return server.startup_s, [runner.run(ask(seed)) for seed in range(ANSWERS)]
 
 
@@ -63,9 +65,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--json", type=Path, help="file that takes the figures")
+    parser.add_argument("--all-frames", action="store_true", help="the talker drops no frame (Qwen2.5-Omni)")
     ours, flags = split(sys.argv[1:])
     args = parser.parse_args(ours)
-    found = measured(args.model, flags, spoken_answers)
+    lengths = replace(LENGTHS, dropped=0) if args.all_frames else LENGTHS
+    found = measured(args.model, flags, partial(spoken_answers, lengths=lengths))
     if found is None:
         return REFUSED_STATUS
     ready_s, answers = found

@@ -31,11 +31,13 @@ class Lengths:
 
     text: int = 64
     frames: int = 127
+    dropped: int = 1
+    """Frames of the talker's last steps that are dropped: Qwen3-Omni drops one, Qwen2.5-Omni none."""
 
     @property
     def talker_tokens(self) -> int:
-        """Steps of the talker; Qwen3-Omni drops the frame of the last one, Qwen2.5-Omni does not."""
-        return self.frames + 1
+        """Steps of the talker."""
+        return self.frames + self.dropped
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def inside(omni: Any, lengths: Lengths) -> Ask:
 
 def check_frames(frames: int, lengths: Lengths) -> None:
     """Raise RuntimeError if an answer is shorter or longer than requested: it would not be comparable."""
-    if frames not in (lengths.frames, lengths.talker_tokens):
+    if frames != lengths.frames:
         raise RuntimeError(f"{frames} frames instead of {lengths.frames}")
 
 

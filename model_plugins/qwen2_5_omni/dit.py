@@ -146,9 +146,9 @@ class StreamingDiT:
 
     def _divided(self, layers: int) -> Iterator[range]:
         """Yield runs of layers: one layer that attends to other blocks, or several that do not."""
-        for attends, run in groupby(range(layers), self._neighbours):
+        for _, run in groupby(range(layers), lambda number: number if self._neighbours(number) else None):
             numbers = list(run)
-            yield from (range(each, each + 1) for each in numbers) if attends else (range(numbers[0], numbers[-1] + 1),)
+            yield range(numbers[0], numbers[-1] + 1)
 
     @torch.inference_mode()
     def record(self, recorder: Recorder) -> None:

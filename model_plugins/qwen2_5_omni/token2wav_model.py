@@ -62,9 +62,8 @@ class Qwen2_5OmniToken2Wav(WaveformModel):
         )
 
     def warm_up(self) -> None:
-        """Run every kernel once and record graphs, so that the first request does not wait."""
+        """Record graphs and run every kernel once, so that the first request does not wait."""
         token2wav = self.pooler.vocoder
-        token2wav.try_out()
         if (recorder := recorder_for(token2wav.code2wav_dit_model.proj_out.weight.device, eager=False)) is not None:
             token2wav.record(recorder)
-            token2wav.try_out()
+        token2wav.try_out()

@@ -26,7 +26,7 @@ def build_last_kernels(runner: Any) -> None:
     """
     if not runner.is_pooling_model:
         _sample(runner)
-    elif (states := getattr(runner, "req_states", None)) is not None:  # Model Runner V2
+    elif (states := getattr(runner, "req_states", None)) is not None:  # V2, whose warm-up reads no pooling output
         from vllm.v1.worker.gpu.input_batch import post_update_num_computed_tokens
 
         row, starts = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (1, 2))
