@@ -32,6 +32,8 @@ TOKEN = "token_s"
 GROUPS = "groups"
 """Key of `additional_config`: codes of a frame, for `IdleExecutor`; 0: the stage makes or takes no frames."""
 
+TAKE_STEPS = "take_steps"
+
 TOKEN_ID = 7
 FRAME_SAMPLES = 1920
 
@@ -72,13 +74,22 @@ class IdleExecutor(TimedExecutor):
 
     A text stage samples `TOKEN_ID`; a stage with frames also returns a frame of zeros with each token, or, as a pooling
     stage, silence for the frames of each part.
+
+    `collective_rpc(TAKE_STEPS)` returns the steps since the last call: (begin, end, tokens) of each, in seconds.
     """
 
     def _init_executor(self) -> None:
         self._groups = int(self.vllm_config.additional_config.get(GROUPS, 0))
         self._pooling = self.vllm_config.model_config.runner_type == "pooling"
         self._prompts: dict[str, int] = {}
+        self._steps: list[tuple[float, float, int]] = []
         super()._init_executor()
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if method != TAKE_STEPS:
+            return super().collective_rpc(method, *args, **kwargs)
+        steps, self._steps = self._steps, []
+        return steps
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Run a whole step: no call of `sample_tokens` follows."""
@@ -90,6 +101,7 @@ class IdleExecutor(TimedExecutor):
         if tokens:
             self._ends = began + self._step_s + tokens * self._token_s
             self._wait()
+            self._steps.append((began, time.monotonic(), tokens))
         if not non_block:
             return output
         done: Future[Any] = Future()

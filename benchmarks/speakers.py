@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 from checkpoint import checkpoint, parser
-from simulated import idle
+from simulated import TAKE_STEPS, idle
 from stage_load import Step, closed_loop, deployed, watch
 from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams
@@ -62,8 +62,10 @@ class Round:
     Attributes:
         answers, first_sounds: of each answer that began and ended in the measured time.
         silences: silence of each of these answers at a listener who begins at the first sound.
-        steps: talker steps, and of each the time from the one before, the device's part of it, the number of frames,
-            the time until this process had the output, and until it had worked on the output.
+        steps: number of the talker's steps, and of each the time from the end of the step before, and the device's part.
+        frames: number of frames in the answers' messages to this process.
+        received: time from a step's end until this process had its message.
+        handled: time in which this process worked on all messages of the talker.
         own_cpu: CPU time of this process, with all threads.
         engine_cpu: CPU time of each stage's process.
     """
@@ -77,8 +79,9 @@ class Round:
     device: list[float] = field(default_factory=list)
     frames: int = 0
     steps: int = 0
+    messages: int = 0
     received: list[float] = field(default_factory=list)
-    handled: list[float] = field(default_factory=list)
+    handled: float = 0.0
     own_cpu: float = 0.0
     engine_cpu: dict[str, float] = field(default_factory=dict)
     load_average: float = 0.0
@@ -128,6 +131,8 @@ async def measured(speakers: Speakers, count: int, steps: list[Step], deployment
     speakers.late = [random.Random(number).uniform(0.0, SPREAD_S) for number in range(count)]
     async with closed_loop(speakers, count):
         await asyncio.sleep(SPREAD_S + SETTLE_S)
+        talker = speakers.omni.replica_connections.replicas[TALKER].client
+        await talker.collective_rpc_async(TAKE_STEPS)
         speakers.round = done = Round(count)
         first, own, engines, began = len(steps), time.process_time(), cpu(deployment), time.monotonic()
         await asyncio.sleep(args.seconds)
@@ -135,13 +140,14 @@ async def measured(speakers: Speakers, count: int, steps: list[Step], deployment
         done.seconds = time.monotonic() - began
         done.own_cpu = time.process_time() - own
         done.engine_cpu = {stage: spent - engines[stage] for stage, spent in cpu(deployment).items()}
-        made = steps[first:-1]
-    for before, step in itertools.pairwise(made):
-        done.intervals.append(step.made - before.made)
-        done.device.append(args.step_ms[1] / MS + step.items * args.token_us[1] / 1e6)
-        done.received.append(step.received - step.made)
-        done.handled.append(step.handled - step.received)
-    done.steps, done.frames = len(made), sum(step.items for step in made)
+        messages, computed = steps[first:-1], await talker.collective_rpc_async(TAKE_STEPS)
+    for (_, before, _), (_, ended, tokens) in itertools.pairwise(computed):
+        done.intervals.append(ended - before)
+        done.device.append(args.step_ms[1] / MS + tokens * args.token_us[1] / 1e6)
+    done.received = [message.received - message.made for message in messages]
+    done.handled = sum(message.handled - message.received for message in messages)
+    done.messages, done.frames = len(messages), sum(message.items for message in messages)
+    done.steps = len(computed)
     done.load_average = os.getloadavg()[0]
     for replica in speakers.omni.replica_connections.replicas.values():
         await replica.client.get_supported_tasks_async()
@@ -167,15 +173,16 @@ def device_s(done: Round) -> float:
 def show(rounds: Sequence[Round]) -> None:
     """Print one line for each number of speakers."""
     names = ("speakers", "answers/s", "answer, s", "of it device", "first sound", "step", "beyond", "received")
-    names += ("handled", "own CPU", "silence", "late", "load")
+    names += ("handled", "own CPU", "messages", "silence", "late", "load")
     print("".join(f"{name:>14}" for name in names))
     for each in rounds:
         beyond = [interval - device for interval, device in zip(each.intervals, each.device, strict=True)]
         answer = statistics.median(each.answers)
         cells: list[float] = [each.speakers, each.frames / (FRAMES + 1) / each.seconds, answer, device_s(each) / answer]
-        cells += [MS * statistics.median(times) for times in (each.first_sounds, each.intervals, beyond)]
-        cells += [MS * statistics.median(times) for times in (each.received, each.handled)]
-        cells += [MS * each.own_cpu / each.steps, MS * statistics.median(each.silences)]
+        times = (each.first_sounds, each.intervals, beyond, each.received)
+        cells += [MS * statistics.median(some) for some in times]
+        cells += [MS * each.handled / each.steps, MS * each.own_cpu / each.steps, each.messages / each.steps]
+        cells += [MS * statistics.median(each.silences)]
         cells += [sum(silence > 0.02 for silence in each.silences) / len(each.silences), each.load_average]
         print("".join(f"{cell:>14.2f}" for cell in cells))
         spent = {stage: f"{100 * seconds / each.seconds:.0f} %" for stage, seconds in each.engine_cpu.items()}

@@ -122,6 +122,7 @@ class AsyncOmni(TargetedLLM):
                 client=self.connections.client_index,
                 clients=self.connections.client_count,
                 limits=self._lengths(),
+                chunked=frozenset(stage.name for stage in self.plan.stages if stage.accepts == "chunks"),
             ),
             runtime=self.runtime,
             pools={stage.name: self._pool(stage, replicas) for stage in self.plan.stages},

@@ -81,6 +81,8 @@ class Work:
     Attributes:
         resumed: tokens of a forwarded request that another replica has generated already.
         recompute: only the prompt is computed again, so that its hidden states are exported again.
+        joins: numbers of tokens in the next outputs (`plugins.flow.Open.group`).
+        later: the reply of a step that the output before it could not include.
     """
 
     resumed: tuple[int, ...] = ()
@@ -90,6 +92,8 @@ class Work:
     last: bool = True
     stores: Stores = field(default_factory=dict)
     source: HiddenStatesRef | None = None
+    joins: Iterator[int] = field(default_factory=lambda: itertools.repeat(1))
+    later: Reply | None = None
 
     def read(self, ref: HiddenStatesRef) -> list[Any] | None:
         """Return the hidden states at a location; None if they are lost, e.g. because their replica has died.
@@ -237,19 +241,29 @@ class Replica:
     ) -> None:
         assert key not in self.running, f"{key} is opened twice"
         work = Work(resumed, recompute, stores=self._stores)
+        if isinstance(message, Open):
+            work.joins = itertools.cycle(range(1, message.group + 1))
         work.messages.append((engine_id, message))
         self.running[key] = work, self._stage(work)
 
     def step(self, key: str, *, refuse: bool = False) -> tuple[str, Reply] | None:
         """Run one step of a request or stream; return (engine id, reply), or None if it waits for input.
 
+        With `Open.group`, run 1 to `group` steps, and join their replies as the engine does.
+
         Args:
             refuse: replace the reply by an error.
         """
         work, replies = self.running[key]
-        reply = next(replies, None)
+        reply, work.later = work.later or next(replies, None), None
         if reply is None:
             return None
+        size = next(work.joins)
+        while len(reply.tokens) < size and (more := next(replies, None)) is not None:
+            if (joined := _joined(reply, more)) is None:
+                work.later = more
+                break
+            reply = joined
         if refuse:
             reply = Reply(payload=StageError("refused"), finish="error")
         if reply.hidden_states:
@@ -443,6 +457,19 @@ class World:
             assert set(last.values()) <= {1}, f"{name} has several last chunks: {last}"
             missing = set(flow.outputs) - set(last) - ({"text"} if name in self._forwarded else set())
             assert not missing, f"{name} has no last chunk of {sorted(missing)}"
+
+
+def _joined(one: Reply, other: Reply) -> Reply | None:
+    """Return a reply with the tokens and arrays of two successive ones; None if an engine would send them apart."""
+    pair = (one, other)
+    if any(each.finish is not None or each.hidden_states or not each.tokens for each in pair):
+        return None
+    payload = None
+    if all(isinstance(each.payload, np.ndarray) for each in pair):
+        payload = np.concatenate([one.payload, other.payload])
+    elif any(each.payload is not None for each in pair):
+        return None
+    return Reply(tokens=one.tokens + other.tokens, payload=payload)
 
 
 def _outputs(chunks: Sequence[OutputChunk]) -> dict[str, Any]:

@@ -223,6 +223,7 @@ class SpeechFlow:
             hidden_states=self._announced,
             done=len(codes),
             stop=(speech.ids.pad, speech.ids.end),
+            **self._sound.joined,
         )
 
     def _without_hidden_states(self, reason: str) -> list[Action]:

@@ -136,6 +136,7 @@ class ReadAloudFlow:
             done=len(made),
             prefix_keys=talk.keys,
             stop=(ids.codec_eos,),
+            **self._voice.joined,
         )
 
     def _on_talker(self, event: Produced) -> list[Action]:

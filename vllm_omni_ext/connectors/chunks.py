@@ -63,17 +63,23 @@ class ChunkSchedule:
 
 
 class ChunkCounter:
-    """Counts the items of a stream and returns the complete chunks of a `ChunkSchedule`; it stores no items."""
+    """Counts the items of a stream and returns the complete chunks of a `ChunkSchedule`; it stores no items.
 
-    def __init__(self, schedule: ChunkSchedule) -> None:
+    Args:
+        divide: a chunk has at most the items of its size; further items are pending until `add` is called again. False:
+            a chunk has all pending items.
+    """
+
+    def __init__(self, schedule: ChunkSchedule, *, divide: bool = False) -> None:
         self._schedule = schedule
+        self._divide = divide
         self._pending = 0
         self._index = 0
         self._sent = 0
         self._closed = False
 
     def add(self, items: int, *, last: bool = False, elapsed: float | None = None, least: int = 1) -> int | None:
-        """Add items; return the index of the next chunk, which gets all pending items, or None if it is not due.
+        """Add items; return the number of items in the next chunk, or None if it is not due.
 
         Args:
             items: number of new items.
@@ -87,16 +93,17 @@ class ChunkCounter:
         if self._closed:
             raise ValueError("items after the last chunk")
         self._closed = last
-        pending = self._pending = self._pending + items
-        index = self._index
+        chunk = self._pending = self._pending + items
         if not last:
-            due = self._schedule.due(index, self._sent, elapsed)
-            if due == ALL or pending < due or pending < least:
+            due = self._schedule.due(self._index, self._sent, elapsed)
+            if due == ALL or chunk < due or chunk < least:
                 return None
-        self._sent += pending
-        self._pending = 0
-        self._index = index + 1
-        return index
+            if self._divide:
+                chunk = min(chunk, max(least, self._schedule.size(self._index)))
+        self._sent += chunk
+        self._pending -= chunk
+        self._index += 1
+        return chunk
 
 
 class ChunkWriter(Generic[T]):
@@ -104,6 +111,7 @@ class ChunkWriter(Generic[T]):
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._counter = ChunkCounter(schedule)
+        self._chunks = 0
         self._items: list[T] = []
 
     def write(
@@ -113,10 +121,11 @@ class ChunkWriter(Generic[T]):
 
         Arguments and errors are those of `ChunkCounter.add`.
         """
-        index = self._counter.add(len(items), last=last, elapsed=elapsed, least=least)
+        count = self._counter.add(len(items), last=last, elapsed=elapsed, least=least)
         self._items.extend(items)
-        if index is None:
+        if count is None:
             return None
-        chunk = Chunk(index, tuple(self._items), last)
+        chunk = Chunk(self._chunks, tuple(self._items), last)
+        self._chunks += 1
         self._items.clear()
         return chunk

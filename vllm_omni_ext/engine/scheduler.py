@@ -32,7 +32,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -43,6 +43,7 @@ from vllm_omni_ext.engine.edges import edge_receiver
 from vllm_omni_ext.engine.input_progress import InputProgress
 from vllm_omni_ext.engine.input_provider import scheduled_starts
 from vllm_omni_ext.engine.kept_exports import KeptExports
+from vllm_omni_ext.engine.output_groups import OutputGroup
 from vllm_omni_ext.engine.step_budget import StepBudget
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, unpack
@@ -52,7 +53,8 @@ from vllm_omni_ext.wire.stage_input import KEY_POSITIONS, StageInput
 class StreamingInput(Scheduler):
     """Holds requests until their input has arrived, and sends it to the worker with the step that uses it.
 
-    If an edge leads to the stage, hidden states of another stage arrive over that edge.
+    If an edge leads to the stage, hidden states of another stage arrive over that edge. The outputs of a request with
+    `StageInput.group` are joined (`output_groups.OutputGroup`).
     """
 
     edge = ""
@@ -63,6 +65,7 @@ class StreamingInput(Scheduler):
         self._chunks: dict[str, list[StageInput]] = {}
         self._arrived: dict[str, list[torch.Tensor | Lost]] = {}
         self._parked: dict[str, Request] = {}
+        self._groups: dict[str, OutputGroup] = {}
         self._blocked = False
         super().__init__(*args, **kwargs)
         additional = self.vllm_config.additional_config
@@ -91,6 +94,9 @@ class StreamingInput(Scheduler):
             self._add_chunk(request.request_id, stage_input)
             return
         self._progress[request.request_id] = InputProgress.of(stage_input, request.num_prompt_tokens)
+        if stage_input.group > 1:
+            group = OutputGroup(stage_input.group, stage_input.rate, request.client_index)
+            self._groups[request.request_id] = group
         # vLLM's hashes are those of the prompt's token ids.
         keys_a_block = self.hash_block_size // KEY_POSITIONS
         request.block_hashes = list(map(BlockHash, stage_input.prefix_keys[keys_a_block - 1 :: keys_a_block]))
@@ -215,7 +221,10 @@ class StreamingInput(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Update as vLLM does; end requests that the worker has ended, or for which it returns a `StageError`."""
+        """Update as vLLM does, and join outputs of requests with groups.
+
+        Requests end that the worker has ended, or for which it returns a `StageError`.
+        """
         if scheduler_output.num_scheduled_tokens:
             self._blocked = False
         self._cache_blocks(scheduler_output, model_runner_output)
@@ -228,7 +237,29 @@ class StreamingInput(Scheduler):
             if each.pooling_output is not None and isinstance(unpack(each.pooling_output), StageError):
                 self.finish_requests(each.request_id, RequestStatus.FINISHED_ERROR)
                 each.finish_reason = FinishReason.ERROR
-        return outputs
+        return self._joined(outputs) if self._groups else outputs
+
+    def _joined(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        """Return the outputs to send now: those of requests with a group are joined with held ones, or held.
+
+        The held outputs of a request are sent if its next step may not follow soon: it lacks input, or is preempted.
+        """
+        now = time.monotonic()
+        for group in outputs.values():
+            sent: list[EngineCoreOutput] = []
+            for each in group.outputs:
+                joiner = self._groups.get(each.request_id)
+                sent += [each] if joiner is None else joiner.add(each, now)
+                if joiner is not None and each.finish_reason is not None:
+                    del self._groups[each.request_id]
+            group.outputs = sent
+        for name, joiner in list(self._groups.items()):
+            request = self.requests.get(name) or self._parked.get(name)
+            if request is None:
+                del self._groups[name]
+            elif joiner.held and (request.status is not RequestStatus.RUNNING or self._stuck(request)):
+                outputs.setdefault(joiner.client, EngineCoreOutputs()).outputs += joiner.take()
+        return {client: group for client, group in outputs.items() if _has_news(group)}
 
     def _cache_blocks(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Add the blocks that a step has computed to the prefix cache, if they have keys and no input was lost."""
@@ -257,10 +288,13 @@ class StreamingInput(Scheduler):
         for request in parked:
             request.status = finished_status
             self._forget(request.request_id)
+            self._groups.pop(request.request_id, None)
         return [*parked, *super().finish_requests(None if request_ids is None else names, finished_status)]
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._forget(request.request_id)
+        if request.status is RequestStatus.FINISHED_ABORTED:  # after another end, an output follows
+            self._groups.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _forget(self, req_id: str) -> None:
@@ -275,6 +309,10 @@ class StreamingInput(Scheduler):
         if self._receiver is not None:
             self._receiver.close()
         super().shutdown()
+
+
+def _has_news(group: EngineCoreOutputs) -> bool:
+    return bool(group.outputs or group.finished_requests) or group.scheduler_stats is not None
 
 
 LONGEST_STEP_S = 0.025

@@ -295,6 +295,8 @@ def _stage_input(action: Open | Extend, own_params: Any = None) -> dict[str, Any
             "prefix_keys": tuple(action.prefix_keys),
             "params": own_params,
         }
+        if action.group > 1:
+            given |= {"group": action.group, "rate": action.rate}
     message = StageInput(
         prompt_positions=action.prompt_positions,
         step_inputs=action.step_inputs,

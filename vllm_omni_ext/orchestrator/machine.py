@@ -340,6 +340,9 @@ class RequestMachine:
 
     def _open(self, state: RequestState, source: str | None, stage: str, action: Open) -> None:
         self._check_length(stage, len(action.prompt) + 1)
+        chunked = self.settings.chunked
+        if action.group > 1 and chunked is not None and stage not in chunked:
+            raise RequestFailed(f"the flow sets group={action.group} for stage '{action.stage}', which takes no chunks")
         split = stage == self.settings.frontend and self.settings.prefill is not None
         binding = self._binding(state, source, stage, kind=FlowPrompt if split else Binding)
         state.done.discard(stage)

@@ -38,6 +38,7 @@ class Settings:
         client: index of this API server.
         clients: number of API servers. Suspects of different API servers get different replicas, if there are as many.
         limits: longest sequence of each stage, in tokens; no entry: unlimited.
+        chunked: stages whose engines join outputs (`plugins.flow.Open.group`): those that accept chunks; None: all.
     """
 
     frontend: str
@@ -49,6 +50,7 @@ class Settings:
     client: int = 0
     clients: int = 1
     limits: Mapping[str, int] = field(default_factory=dict)
+    chunked: frozenset[str] | None = None
 
 
 class Placement:

@@ -22,13 +22,13 @@ FAILURES = (400, 500, 503)
 
 @dataclass(slots=True)  # not frozen: each step of each request creates one, and a frozen one takes twice as long
 class Produced:
-    """The output of one engine step of a stage for this request.
+    """The output of one engine step of a stage for this request, or with `Open.group` of several successive steps.
 
     Attributes:
         stage: name of the stage in the model's pipeline.
         tokens: new token ids.
         payload: `wire.envelope.StageError` if the stage could not serve its input; a message of the core (e.g.
-            `HiddenStatesChunkReady`); else the step's tensor as decoded by `ModelRuntime.decode`; None without a
+            `HiddenStatesChunkReady`); else the output's tensor as decoded by `ModelRuntime.decode`; None without a
             tensor.
         finish: the reason that the request (or the part of a stream) has ended in the stage; None while it continues.
         part: the part of a stream that this output belongs to (see `Submit`); None for other stages.
@@ -79,6 +79,14 @@ class Open:
         params: parameters of this request; None = the request's options over the stage's defaults.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
         export: ranges [start, stop) of positions whose hidden states the stage exports (`wire.stage_input.OPEN_END`).
+        group: largest number of tokens in an output of a stage that accepts chunks. The engine then joins the outputs
+            of successive steps: `Produced.tokens` has the tokens of all, and the tensors are joined along dimension 0.
+            1: each step has an output.
+        rate: tokens per second that the consumer of the outputs uses from the first token on; 0: unknown. With a rate,
+            the engine joins outputs only while the consumer has tokens for longer than the joined steps take.
+
+    Raises:
+        ValueError: `group` is below 1, or `rate` below 0.
     """
 
     stage: str
@@ -95,6 +103,14 @@ class Open:
     params: Any = None
     features: Sequence[Any] = ()
     export: Sequence[tuple[int, int]] = ()
+    group: int = 1
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise ValueError(f"group: must be at least 1, got {self.group}")
+        if self.rate < 0:
+            raise ValueError(f"rate: must not be negative, got {self.rate}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

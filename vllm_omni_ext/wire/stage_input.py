@@ -61,6 +61,7 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         prefix_keys: keys of the prompt's beginnings of `KEY_POSITIONS`, twice as many, ... positions.
         payload: the plugin's message as decoded msgpack; the stage's worker converts it to the plugin's Struct.
         params: the stage's own parameters, if the stage defines a type for them.
+        group, rate: largest number of tokens in an output, and tokens per second that its consumer uses.
     """
 
     prompt_positions: int | None = None
@@ -72,6 +73,8 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_keys: tuple[bytes, ...] = ()
     payload: Any = None
     params: Any = None
+    group: int = 1
+    rate: float = 0.0
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> tuple[StageInput, bool]:

@@ -66,6 +66,7 @@ class CsmFlow:
             prompt=[0] * len(text) + [frame[0] for frame in made],
             payload=Prompt(text=text, audio=self._audio, frames=made),
             done=len(made),
+            **self._sound.joined,
         )
 
     def handle(self, event: Produced) -> list[Action]:

@@ -1,0 +1,100 @@
+"""Joins the outputs of several steps of a request into one message to the API server.
+
+Every output of an engine costs the API server the same work, whether it has 1 token or 8. A consumer that has tokens
+in store, as a listener has sound, needs no output for each step. `plugins.flow.Open.group` states the largest number of
+tokens in an output, and `rate` how fast the consumer uses them. An output is held only while half of the tokens that
+were sent and are not used yet last longer than the held ones, so the consumer never waits for a held token if the stage
+makes tokens at least at `rate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from vllm.v1.engine import EngineCoreOutput
+
+
+@dataclass(slots=True)
+class OutputGroup:
+    """Outputs of one request that are held.
+
+    Attributes:
+        most: largest number of tokens in a message to the API server.
+        rate: tokens per second that the consumer uses from its first token on; 0: each message has `most` tokens.
+        client: index of the API server that receives the outputs.
+        sent: number of tokens sent.
+        began: time of the first message, in seconds of a monotonic clock; None before it.
+        held: the first held output, to which the tokens of the later ones are added; None: none is held.
+        tensors: tensors of the held outputs, to be joined along dimension 0; empty if the outputs have none.
+    """
+
+    most: int
+    rate: float
+    client: int
+    sent: int = 0
+    began: float | None = None
+    held: EngineCoreOutput | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def size(self, now: float) -> int:
+        """Return the number of tokens with which a message is sent at time `now`: 1 to `most`."""
+        if self.began is None:
+            return 1
+        if not self.rate:
+            return self.most
+        unused = self.sent - (now - self.began) * self.rate
+        return max(1, min(self.most, int(unused / 2)))
+
+    def add(self, output: EngineCoreOutput, now: float) -> list[EngineCoreOutput]:
+        """Add the output of a step; return the outputs to send now, in their order.
+
+        An output with more than tokens and a tensor, e.g. a finish reason, is not joined: the held outputs are sent
+        before it.
+
+        Args:
+            output: its tensor is data of the model, not a message of `wire.envelope`.
+            now: seconds of the same clock as `began`.
+        """
+        if not _joins(output):
+            return [*self.take(), output]
+        tensor = output.pooling_output
+        sent = self.take() if self.held is not None and (tensor is None) == bool(self.tensors) else []
+        if self.held is None:
+            self.held = output
+        else:
+            self.held.new_token_ids += output.new_token_ids
+        if tensor is not None:
+            self.tensors.append(tensor)
+        if len(self.held.new_token_ids) >= self.size(now):
+            sent += self.take()
+            self.began = now if self.began is None else self.began
+        return sent
+
+    def take(self) -> list[EngineCoreOutput]:
+        """Return the held outputs as one output, which is no longer held; an empty list if none is held."""
+        if (held := self.held) is None:
+            return []
+        if len(self.tensors) > 1:
+            held.pooling_output = torch.cat(self.tensors)
+        self.sent += len(held.new_token_ids)
+        self.held = None
+        self.tensors.clear()
+        return [held]
+
+
+def _joins(output: EngineCoreOutput) -> bool:
+    """Return whether an output has new tokens, perhaps a tensor, and nothing else of its own."""
+    return (
+        bool(output.new_token_ids)
+        and output.finish_reason is None
+        and output.events is None
+        and output.prefill_stats is None
+        and output.new_logprobs is None
+        and output.new_prompt_logprobs_tensors is None
+        and output.kv_transfer_params is None
+        and output.ec_transfer_params is None
+        and output.routed_experts is None
+        and output.new_sampling_mask is None
+        and not output.num_nans_in_logits
+    )
