@@ -28,7 +28,8 @@ FLAGS: Mapping[str, str] = {
     for key, (_, about) in SETTINGS.items()
     if about.metavar is not None
 }
-"""Key of the configuration by the flag that sets the key. The flag's name is the key without its group and unit."""
+"""Key of the configuration by the flag that sets it, e.g. `--omni-max-body` for `limits.max_body_mib`: the flag's name
+is the key without its group and unit."""
 
 _TYPES: Mapping[str | None, Any] = {"SECONDS": float, "MIB": int, "N": int, "PORT": int}
 """Types of flags by their metavar. Flags with another metavar have the type str."""
@@ -36,11 +37,11 @@ _TYPES: Mapping[str | None, Any] = {"SECONDS": float, "MIB": int, "N": int, "POR
 _SHORT = {"--omni-master-address": ["-oma"], "--omni-master-port": ["-omp"]}
 
 KEYS = {flag[2:].replace("-", "_"): key for flag, key in FLAGS.items()} | {"api_servers": "api_servers"}
-"""Key of the configuration by the name of the argument that sets the key."""
+"""Key of the configuration by the name of the argument (an attribute of the parsed arguments) that sets the key."""
 
 
 class _Parser(FlexibleArgumentParser):
-    """vLLM's parser. Its error about an unknown flag also suggests the most similar flag in `known`."""
+    """vLLM's parser. Its error text about an unknown flag also contains the most similar flag in `known`."""
 
     known: Collection[str] = ()
 
@@ -54,10 +55,10 @@ class _Parser(FlexibleArgumentParser):
 
 
 class OmniServe(ServeSubcommand):
-    """`vllm serve` with the flags of this package. vLLM's flags apply to the frontend (the stage that writes text)."""
+    """`vllm serve` with the flags of this package. vLLM's flags apply to the frontend, the stage that writes text."""
 
     def subparser_init(self, subparsers: argparse._SubParsersAction) -> FlexibleArgumentParser:
-        """Return vLLM's parser of `serve` with the group of our flags."""
+        """Return vLLM's parser of `serve`, extended by this package's group of flags."""
         parser = super().subparser_init(subparsers)
         for action in parser._actions:
             if action.dest == "api_server_count":
@@ -69,8 +70,9 @@ class OmniServe(ServeSubcommand):
 def parse_serve(argv: Sequence[str]) -> argparse.Namespace:
     """Parse `serve MODEL ...` (the word `serve` can be omitted) as vLLM's own `main` does.
 
-    The result also has `omni_explicit`, the names of the arguments that the user has set. A second parse without
-    defaults finds them, so a flag that is set to its default value is included.
+    Returns:
+        The arguments, with one more attribute, `omni_explicit`: the names of the arguments that the user has set. A
+        second parse without defaults finds them, so a flag that is set to its default value is included.
     """
     words = list(argv) if argv[:1] == ["serve"] else ["serve", *argv]
     parser = _Parser(description="vLLM CLI", epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd="[subcommand]"))
@@ -171,7 +173,7 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
     **{name: (frozenset({harmless}), _REPLICAS) for name, harmless in DATA_PARALLEL.items()},
     "enable_fault_tolerance": (frozenset({False}), "a lost replica is handled by its pool; remove it"),
 }
-"""vLLM's flags that are refused with `--omni`: (values that are accepted, since they have no effect; error text)."""
+"""vLLM's arguments that are refused with `--omni`: (values that have no effect and are accepted; error text)."""
 
 _HEADLESS_SERVERS = (None, 0, 1)
 """Values of `--api-server-count` that are accepted with `--headless`: unset, vLLM's 0, and this package's default."""
@@ -179,6 +181,10 @@ _HEADLESS_SERVERS = (None, 0, 1)
 
 def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: str) -> None:
     """Refuse vLLM's flags in `REFUSED`, and flags of API servers with `--headless`.
+
+    Args:
+        given: names of the arguments that the user has set.
+        frontend: name of the stage that writes text, for the advice in error messages.
 
     Raises:
         ConfigError: a flag in `given` is refused; the message starts with the flag and its value.

@@ -1,4 +1,4 @@
-"""`vllm-omni-ext bench ...` runs `vllm bench`, also if vLLM is built for CUDA and the machine has no GPU.
+"""`vllm-omni-ext bench ...`: runs `vllm bench`, even if vLLM is built for CUDA and the machine has no GPU.
 
 `vllm-omni-ext bench speech` is a benchmark of this package, and does not import vLLM.
 """

@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:8000/v1"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a suite; the exit status is 1 if the verdict on a server has problems."""
+    """Send a suite of requests to servers and score the answers; the exit status is 1 if a server does not pass."""
     args = _parser().parse_args(argv)
     for flag in ("json", "junit"):
         check_output(f"--{flag}", getattr(args, flag))
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[str]]:
-    """Return a context manager for each server, by name. Entering it starts the server if needed, and gives its URL."""
+    """Return a context manager for each server, by name: it starts the server if needed, and yields its URL."""
     if bool(args.topology) and not args.serve:
         raise ConfigError("--topology: starts servers; name the model with --serve MODEL")
     if args.serve and args.url:
@@ -86,7 +86,7 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
 
 
 def _named(url: str) -> tuple[str, str]:
-    """Return (name, URL with `/v1`) of NAME=URL. Without NAME, the URL is the name."""
+    """Return (name, URL with `/v1` at its end) of the option value NAME=URL. Without NAME, the URL is the name."""
     name, separator, rest = url.partition("=")
     if not separator or "://" in name:
         name = rest = url
@@ -116,7 +116,12 @@ def _run(name: str, url: str, suite: Suite, listen: Recogniser | None, args: arg
 
 
 def scored(suite: Suite, item: Item, answer: Answer, listen: Recogniser | None) -> Scored:
-    """Return the score of an answer; 0 with an error if the answer or its sound is missing."""
+    """Return the score of an answer; 0 with an error if the answer or its sound is missing.
+
+    Args:
+        item: one request of the suite, with the expected text.
+        listen: returns the text that is spoken in a sound; None if the suite has no recogniser.
+    """
     sound = hashlib.sha256(answer.sound).hexdigest() if answer.sound else None
     if answer.error is not None:
         return Scored(item.id, 0.0, error=answer.error)

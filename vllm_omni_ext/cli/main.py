@@ -24,7 +24,7 @@ class Command:
     Attributes:
         module: module whose `main(argv) -> int` runs the command.
         help: line of the command in the help text.
-        checks_vllm: refuse to run with an untested version of vLLM.
+        checks_vllm: the command does not run with an untested version of vLLM.
         extra: the package's extra that contains further requirements of the command.
     """
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def vllm_main() -> None:
-    """Called instead of vLLM's `main` if `--omni` is on the command line. Exits the process on failure."""
+    """Run a `vllm` command line with `--omni`; called instead of vLLM's `main`. Exits the process on failure."""
     words = [word for word in sys.argv[1:] if word != OMNI_FLAG]
     status = main(words) if words[:1] == ["serve"] or words[:1] == ["--version"] else _refuse(words)
     if status:

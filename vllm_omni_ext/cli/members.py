@@ -48,7 +48,9 @@ def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: O
 
 
 def listening(config: OmniConfig) -> OmniConfig:
-    """Return the configuration of a head, with the loopback as address if only a port is set.
+    """Return the configuration of a head, after a check of its ports; called for all processes without `--headless`.
+
+    If only `master_port` is set, `master_address` becomes the loopback.
 
     Raises:
         ConfigError: the port leaves no two ports after it, or `port_range` contains a port that the head itself uses.
@@ -100,7 +102,7 @@ def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
 
 
 def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Raise ConfigError if a stage has no local replica, and the head has no port at which replicas could join."""
+    """Raise ConfigError if a stage has no local replica, and the head has no port at which replicas can join."""
     for spec in pipeline.stages:
         if not (config.stage(spec.name).replicas or config.cluster.master_port):
             raise ConfigError(
@@ -111,6 +113,8 @@ def check_reachable(pipeline: PipelineSpec, config: OmniConfig) -> None:
 
 def headless_of(args: argparse.Namespace, plan: Plan) -> Headless | None:
     """Return the settings of a headless process that are not in its plan; None without `--headless`.
+
+    A headless process starts replicas that join the head of another process.
 
     Args:
         plan: plan for these arguments; only the stage of `--stage` has replicas.
@@ -156,7 +160,7 @@ def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
 
 
 def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfig) -> None:
-    """Raise ConfigError if `--headless` lacks the stage or the head's address. The error lists all missing flags."""
+    """Raise ConfigError if `--headless` is set without stage or head address. The error lists all missing flags."""
     missing = []
     if stage is None:
         missing.append(f"{_STAGE} {'|'.join(spec.name for spec in pipeline.stages)}")

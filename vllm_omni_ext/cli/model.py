@@ -21,7 +21,14 @@ from vllm_omni_ext.topology.machine import Machine
 
 
 def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
-    """Return the Hugging Face config of a local directory or a hub id, read as vLLM reads it."""
+    """Return the Hugging Face config of a local directory or a hub id, read as vLLM reads it.
+
+    Args:
+        text_args: `EngineArgs` fields that the user has set.
+
+    Raises:
+        ConfigError: the config cannot be read.
+    """
     if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
         raise ConfigError(f"model: there is no folder '{model}'")
     overrides = text_args.get("hf_overrides")
@@ -52,10 +59,11 @@ def architecture(model: str, hf_config: Any) -> str:
 def model_facts(
     model: str, family: ModelFamily, hf_config: Any, params: Mapping[str, Any], text_args: Mapping[str, Any]
 ) -> ModelFacts:
-    """Return the facts that the planner needs of each stage: weight sizes, context length, default parameters.
+    """Return the sizes that the planner needs of each stage: weights, KV cache, context length.
 
     Args:
-        params: configured parameters by stage.
+        params: default parameters of requests, by stage.
+        text_args: `EngineArgs` fields that the user has set.
     """
     if not family.facts:
         return {}
@@ -90,7 +98,7 @@ def detect_host() -> Machine:
 
 
 def _device_bytes(devices: int) -> tuple[int, ...]:
-    """Return the bytes of each CUDA device; empty without NVML, since the query would initialise CUDA here."""
+    """Return each CUDA device's memory in bytes; empty without NVML, as CUDA would be initialised in this process."""
     if not devices or not current_platform.is_cuda() or not isinstance(current_platform, _nvml_platform()):
         return ()
     return tuple(current_platform.get_device_total_memory(device) for device in range(devices))

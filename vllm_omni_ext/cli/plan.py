@@ -1,4 +1,4 @@
-"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: print the plan of `serve`."""
+"""`vllm-omni-ext plan MODEL [flags of serve] [--json] [--machine M]`: prints the processes that `serve` would start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from vllm_omni_ext.topology.memory import DoesNotFit
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan. Returns 0, or 2 with one line on stderr if the configuration is wrong or the model does not fit.
+    """Print the plan, and return the exit status: 0, or 2 if the configuration is wrong or the model does not fit.
 
-    If the model does not fit, the memory table of the devices is printed too, computed with the smallest KV caches.
+    With status 2, one line is printed on stderr. If the model does not fit, the memory table of the devices is printed
+    too, computed with the smallest KV caches.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the plan
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -25,7 +25,7 @@ AGAIN = "run the same command again to continue"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Send the lines of a file that have no answer in the output; the exit status is 1 if a line has an error."""
+    """Send the requests of a file that have no answer in the output; the exit status is 1 if a request has an error."""
     args, flags = _arguments(argv)
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     with args.output_file.open("ab") as output:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments, and the flags for `vllm serve`."""
+    """Return (arguments of this command, flags for `vllm serve`)."""
     parser = argparse.ArgumentParser(
         prog="vllm-omni-ext run-batch",
         usage="vllm-omni-ext run-batch -i FILE -o FILE (--url URL | MODEL [flags of vllm serve]) [options]",

@@ -18,7 +18,7 @@ WRONG_CONFIGURATION = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the server until it ends; with `--headless`, run replicas that join another server.
+    """Run the server until it ends. With `--headless`: run replicas that join the deployment of another server.
 
     Args:
         argv: arguments after the program's name; the word `serve` can be omitted.
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def keep_key(args: argparse.Namespace) -> None:
-    """Move VLLM_API_KEY from the environment, which child processes inherit, to the arguments."""
+    """Move VLLM_API_KEY from the environment to the arguments, so that child processes do not inherit the key."""
     key = os.environ.pop(KEY_VARIABLE, None)
     if key and not args.api_key:
         args.api_key = [key]
@@ -69,10 +69,16 @@ def _run(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
-    """Parse and check the arguments, and return the plan and the arguments. Starts no process.
+    """Parse and check the arguments of `serve`, and make the plan. Starts no process.
 
     Args:
         machine: the machine to plan for, as text for `parse_machine`; None: this machine.
+
+    Returns:
+        (plan, parsed arguments)
+
+    Raises:
+        ConfigError: an argument, the stage config or the model's config is wrong.
     """
     from vllm.logger import configure_logging_from_args
 
@@ -90,6 +96,6 @@ def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, a
 
 
 def report(err: ConfigError) -> int:
-    """Print a ConfigError as one line on stderr, and return the exit status."""
+    """Print a ConfigError as one line on stderr, and return the exit status, 2."""
     print(f"error: {err}", file=sys.stderr)
     return WRONG_CONFIGURATION

@@ -30,10 +30,10 @@ from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
 SERVER_REQUEST_TIMEOUT_S = 3600.0
-"""Default request timeout of a server, in seconds: after it, the client has disconnected, or the request is stuck."""
+"""Default request timeout of a server, in seconds. After it, the client has disconnected, or the request is stuck."""
 
 REALTIME_KEYS = "realtime_"
-"""Beginning of the names of the keys about realtime sessions."""
+"""Prefix of the configuration keys about sessions of `/v1/realtime`."""
 
 ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
 
@@ -112,7 +112,11 @@ def from_kwargs(
 
 
 def _family(model: str, hf_config: Any) -> ModelFamily:
-    """Return the model's family, after a check that the functions of vLLM which the family replaces are as expected."""
+    """Return the model family that serves a model, chosen by the architecture in the model's config.
+
+    Raises:
+        IncompatibleVllm: vLLM's functions that the family replaces are not those that it was written for.
+    """
     family = family_for(architecture(model, hf_config))
     require_seams(family)
     return family
@@ -124,6 +128,11 @@ def _read(
     """Return the selected pipeline and its configuration.
 
     Later sources override earlier ones: the stage config, the stage overrides, and the top-level settings.
+
+    Args:
+        source: value of `--stage-config`; None: the stage config with the pipeline's name, if there is one.
+        overrides: value of `--stage-overrides`.
+        settings: values of keys in `SETTINGS`.
     """
     chosen = settings.get("pipeline") or (pipeline_of(source, family.stage_configs) if source else "")
     pipeline = family.pipeline(chosen)
@@ -147,11 +156,11 @@ def _read(
 
 
 def _check_realtime(limits: Limits, given: Collection[str], family: ModelFamily | None) -> None:
-    """Refuse limits of realtime sessions that do not fit together, or that are set where there are no sessions.
+    """Raise ConfigError if limits of realtime sessions do not fit together, or are set where there are no sessions.
 
     Args:
         given: names of the keys that the command line or the program has set.
-        family: the served model's; None: there is no server.
+        family: family of the served model; None: there is no server.
     """
     changed = [name for name in keys(Limits) if getattr(limits, name) != getattr(Limits(), name) or name in given]
     changed = [name for name in changed if name.startswith(REALTIME_KEYS)]

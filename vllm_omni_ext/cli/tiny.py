@@ -31,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser, writer: Writer) -> None:
-    """Add an option for each keyword argument of the writer: a flag for a bool, a number for an int."""
+    """Add an option for each keyword argument of a writer: a flag for a bool, a number for an int.
+
+    A writer is the function with which a model plugin writes a tiny checkpoint (`ModelFamily.tiny`).
+    """
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; created if needed")
     for name, parameter in inspect.signature(writer).parameters.items():
         flag, about = "--" + name.replace("_", "-"), _about(writer, name)
@@ -48,6 +51,6 @@ def _first_line(writer: Writer) -> str:
 
 
 def _about(writer: Writer, argument: str) -> str:
-    """Return the first line of an argument's description in the writer's docstring, for the option's help."""
+    """Return the first line of an argument's description in a writer's docstring; it is the help text of the option."""
     found = re.search(rf"^ +{argument}: (.*)$", inspect.getdoc(writer) or "", re.MULTILINE)
     return found.group(1).replace("%", "%%") if found else ""

@@ -52,7 +52,10 @@ class Sample:
 
 
 def rows(before: Sample, now: Sample) -> list[dict[str, Any]]:
-    """Return the status of each replica with `tokens_per_s`, its rate between the two samples, or None if unknown."""
+    """Return a row for each replica: its status from `/v1/omni/status`, and the key `tokens_per_s`.
+
+    `tokens_per_s` are the generated tokens per second between the two samples; None if unknown.
+    """
     return [
         {**each, "tokens_per_s": _rate(before, now, TOKENS, {"replica": each["id"]})}
         for stage in now.status["stages"]
@@ -61,9 +64,9 @@ def rows(before: Sample, now: Sample) -> list[dict[str, Any]]:
 
 
 def made(before: Sample, now: Sample) -> dict[str, float]:
-    """Return the rates per second of the counters that have only the label `model_name`, e.g. those of modalities.
+    """Return the rates, per second, of this package's counters whose only label is `model_name`, between two samples.
 
-    The key of `vllm_omni_ext:images_total` is "images".
+    The rate of the counter `vllm_omni_ext:images_total` has the key "images".
     """
     names = sorted(
         {
@@ -90,7 +93,7 @@ def _rate(before: Sample, now: Sample, name: str, wanted: Mapping[str, str]) -> 
 
 
 def table(before: Sample, now: Sample, url: str) -> Table:
-    """Return a table of the replicas, from two samples; the rates of the whole server are below it."""
+    """Return a table of the replicas, with the rates of the whole server (`made`) below. Rates need two samples."""
     rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in made(before, now).items())
     shown = Table(
         title=f"{url}, up {now.status['uptime_s']:.0f} s", caption=rates or None, box=None, padding=(0, 1, 0, 0)

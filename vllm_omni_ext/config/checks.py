@@ -29,7 +29,7 @@ AUTO = "auto"
 ALL_AT_ONCE = "all"
 ADAPTIVE = "adaptive"
 EVERYTHING = "all"
-"""Value instead of a list of hosts and networks: all of them are allowed."""
+"""Value of `allow_private_media` that allows all hosts and networks, instead of a list of them."""
 
 UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
 """Pydantic's error types for a key that is not a field of a dataclass or a `TypedDict`."""
@@ -42,6 +42,7 @@ def modality_names(text: str, allowed: Collection[str], owner: str) -> tuple[str
 
     Args:
         text: comma-separated names.
+        allowed: modalities that the model can produce.
         owner: the model or pipeline, for the error message.
 
     Raises:
@@ -55,7 +56,7 @@ def modality_names(text: str, allowed: Collection[str], owner: str) -> tuple[str
 
 
 def _expected(text: str) -> WrapValidator:
-    """Return a validator whose only error is "must be `text`", in place of those of the annotated type."""
+    """Return a pydantic validator that replaces every error of the annotated type with "must be `text`"."""
 
     def validate(value: Any, check: Any) -> Any:
         try:
@@ -136,7 +137,7 @@ Connectors = Annotated[Mapping[str, Settings], _expected("a mapping of hand-over
 ChunkSizes = Literal["all"] | Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 NoKey = BeforeValidator(_refuse_key)
-"""Validator of a field that is not a key of the configuration: each value is an "unknown key" error."""
+"""Validator of a dataclass field that a configuration file must not contain: every value is an "unknown key" error."""
 
 NullIsEmpty = BeforeValidator(lambda value: {} if value is None else value)
 """Validator that reads a key without a value, such as `stages:`, as an empty mapping."""
@@ -146,14 +147,17 @@ _CHUNK_RULES: Mapping[bool, tuple[TypeAdapter[Any], str]] = {
     True: (TypeAdapter(Boolean), "true or false"),
     False: (TypeAdapter(ChunkSizes), "a list of sizes >= 1 such as [4, 25], or 'all'"),
 }
-"""Type of a value of `chunks`, and the words after "must be" in its error: for `adaptive` (True), and for edges."""
+"""Type of a value below the key `chunks`, and the words after "must be" in the error for a wrong value.
+
+True: for the key `adaptive`. False: for keys that name an edge, i.e. a connection between two stages.
+"""
 
 
 def chunk_value(key: str, value: Any) -> Any:
-    """Check a value of `chunks`; return it with sizes as a tuple.
+    """Check one value below the configuration key `chunks`, and return it: a boolean, "all", or a tuple of sizes.
 
     Args:
-        key: name of an edge, or `adaptive`.
+        key: name of an edge, i.e. of a connection between two stages, or `adaptive`.
 
     Raises:
         ValueError: the type is wrong; the message is to be written after the name of the key.
@@ -173,7 +177,12 @@ Chunks = Annotated[
 
 
 def unknown_key(path: str, key: str, known: Collection[str]) -> ConfigError:
-    """Return the error for an unknown key; it suggests the closest known key, or lists all if there are at most 30."""
+    """Return the error for an unknown key. Its text has the closest known key, or all keys if there are at most 30.
+
+    Args:
+        path: path of the mapping that contains the key; "" for the top level.
+        known: all keys that the mapping may have.
+    """
     close = difflib.get_close_matches(key.replace("-", "_"), sorted(known), n=1)
     where = f"{path}.{key}" if path else key
     if close:

@@ -1,4 +1,4 @@
-"""Settings of the connector of an edge between stages, and their defaults."""
+"""Settings of connectors and their defaults. A connector transfers tensors from one stage to another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ HERE, ANYWHERE = "shared_memory", "tcp"
 """Names of the default connectors: between processes of one host, and between hosts."""
 
 DEFAULTS: Mapping[str, Any] = {"capacity_bytes": 1024 * MIB, "timeout_s": 0.8, "retention_s": 600.0}
-"""Defaults that differ from `ConnectorConfig`. `timeout_s` is short: stages request only data that is stored."""
+"""Defaults that differ from those of `connectors.base.ConnectorConfig`.
+
+`timeout_s` is short because a stage requests only tensors that are stored already.
+"""
 
 LOCAL = frozenset({"host", "port", "device"})
-"""Fields that may differ between the two stages of an edge, and between replicas of one stage."""
+"""Keys of `ConnectorSettings` that may differ between the two stages of an edge, and between replicas of one stage."""
 
 
 class ConnectorSettings(TypedDict, total=False):
-    """The fields of `ConnectorConfig` that a configuration may set."""
+    """The keys of `connectors.EDGE` in a stage config; `connectors.base.ConnectorConfig` describes them."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     name: Text
@@ -41,12 +44,14 @@ class ConnectorSettings(TypedDict, total=False):
 
 
 def connector_settings(path: str, given: Mapping[str, Any], *, spread: bool) -> dict[str, Any]:
-    """Return the fields of an edge's `ConnectorConfig` as plain data, without those that each process sets itself.
+    """Return the settings of one edge's connector: defaults, overridden by the user's settings.
+
+    Each process makes its `connectors.base.ConnectorConfig` from the result, and adds CURVE keys and ports.
 
     Args:
         path: path of `given` in the configuration, for errors.
         given: the user's settings.
-        spread: replicas may be on several hosts.
+        spread: replicas may be on several hosts, so the default connector is TCP instead of shared memory.
 
     Raises:
         ConfigError: a field or connector is unknown, or a value has the wrong type.

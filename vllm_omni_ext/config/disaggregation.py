@@ -13,7 +13,7 @@ from vllm_omni_ext.ids import DECODE, PREFILL, SIDES
 PREFILL_DECODE = "prefill_decode"
 
 OF_A_SIDE = ("replicas", "devices")
-"""Keys that must be set for each side, and not for the stage, if the stage has `prefill_decode`."""
+"""Keys that must be set below `prefill` and `decode`, and not for the stage itself, if it has `prefill_decode`."""
 
 
 def side_name(stage: str, side: str) -> str:
@@ -22,7 +22,7 @@ def side_name(stage: str, side: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Return stage and side of a name such as `thinker.prefill`; None for any other name."""
+    """Return (stage, side) of the name of a side such as `thinker.prefill`; None for any other name."""
     stage, _, side = name.rpartition(".")
     return (stage, side) if stage and side in SIDES else None
 
@@ -37,7 +37,7 @@ def stage_path(name: str) -> str:
 
 
 def refuse_keys_of_split_stage(path: str, given: Collection[str]) -> None:
-    """Raise ConfigError if a split stage sets a key that must be set for each side.
+    """Raise ConfigError if a stage with `prefill_decode` sets a key that must be set for each of its sides.
 
     Args:
         path: configuration path of the stage.

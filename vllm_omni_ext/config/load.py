@@ -17,7 +17,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that raises ConfigError for a duplicate key; PyYAML uses the last value."""
+    """YAML loader that raises ConfigError for a duplicate key; PyYAML's own loader uses the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -33,13 +33,26 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def stage_config_names(package: str) -> tuple[str, ...]:
-    """Return the names of the stage configs in a package; empty for the package ""."""
+    """Return the names of the stage configs in a model plugin's package: its YAML files, without `.yaml`.
+
+    The result is empty if `package` is "".
+    """
     files = resources.files(package).iterdir() if package else ()
     return tuple(sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml")))
 
 
 def pipeline_of(source: str | Path, package: str = "") -> str:
-    """Return the value of `pipeline` in a stage config, or "". Arguments and errors are those of `load_config`."""
+    """Return the value of the key `pipeline` in a stage config; "" if it has none.
+
+    Called before `load_config`, because the pipeline determines the valid keys.
+
+    Args:
+        source: path of a YAML file, or a name from `stage_config_names(package)`.
+        package: package with stage configs; "" if there is none.
+
+    Raises:
+        ConfigError: the file is not found or is not YAML.
+    """
     data = _content(source, package)
     name = data.get("pipeline") if isinstance(data, dict) else None
     return name if isinstance(name, str) else ""
@@ -50,7 +63,7 @@ def load_config(source: str | Path, names: Names, package: str = "") -> OmniConf
 
     Args:
         source: path of a YAML file, or a name from `stage_config_names(package)`.
-        names: known names of stages, engine fields and parameters.
+        names: valid names of stages, engine fields and parameters.
         package: package with stage configs; "" if there is none.
 
     Raises:

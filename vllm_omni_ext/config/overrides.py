@@ -1,4 +1,4 @@
-"""Merges settings from the command line into a stage config."""
+"""Merges settings from the command line, or from keyword arguments of `LLM`, into a stage config."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ def parse_overrides(text: str) -> Any:
 
 
 def with_overrides(config: OmniConfig, overrides: Any, names: Names) -> OmniConfig:
-    """Merge stage overrides into a config.
+    """Return a config with the values of `--stage-overrides`.
 
-    A key of `StageConfig` replaces that key; `params`, `env` and `engine` are merged key by key. A field of
-    `EngineArgs` is set in `engine`. Any other key is an error.
+    A key of `StageConfig` replaces the config's value; the mappings `params`, `env` and `engine` are merged key by key.
+    A field of `EngineArgs` may be written without `engine`. Any other key is an error.
 
     Args:
         overrides: settings by stage name, as a mapping or as JSON.
+        names: valid names of stages, engine fields and parameters.
+
+    Raises:
+        ConfigError: a stage or key is unknown, or a value is wrong.
     """
     overrides = parse_overrides(overrides) if isinstance(overrides, str) else overrides
     if not isinstance(overrides, Mapping):
@@ -46,10 +50,11 @@ def with_overrides(config: OmniConfig, overrides: Any, names: Names) -> OmniConf
 
 
 def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig:
-    """Merge settings into a config.
+    """Return a config with other values of keys outside of `stages`.
 
     Args:
-        settings: values of keys of `SETTINGS`, by their names without the group; None: the key stays unchanged.
+        settings: values by the name of the key in `SETTINGS`, without its group, e.g. "max_body_mib". None: the key
+            stays unchanged.
 
     Raises:
         ConfigError: a key is unknown or a value is wrong; the message starts with the path of the key.
@@ -68,7 +73,11 @@ def with_settings(config: OmniConfig, settings: Mapping[str, Any]) -> OmniConfig
 
 
 def _as_stage(config: OmniConfig, name: str, values: Any) -> tuple[str, Any]:
-    """Return the settings of a side, such as "stage.prefill", as settings of its stage if that stage is split."""
+    """Return (stage, settings) for one entry of `--stage-overrides`.
+
+    An entry for a side of a split stage, e.g. "STAGE.prefill", becomes one for the stage, with the settings below
+    `prefill_decode`. Other entries stay unchanged.
+    """
     split = split_name(name) if isinstance(name, str) else None
     if split is None or config.stage(split[0]).prefill_decode is None:
         return name, values
@@ -85,7 +94,7 @@ def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> Omn
 
 
 def _engine_apart(values: Any, names: Names) -> Any:
-    """Return settings with the `EngineArgs` fields moved below their key `engine`; return other data unchanged."""
+    """Return a stage's settings with `EngineArgs` fields moved below the key `engine`; unchanged if not a mapping."""
     if not isinstance(values, Mapping):
         return values
     engine = {k: v for k, v in values.items() if k not in _KEYS and (names.engine is None or k in names.engine)}
@@ -98,7 +107,10 @@ def _engine_apart(values: Any, names: Names) -> Any:
 
 
 def _merged(before: Any, over: Any, given: Mapping[str, Any]) -> Any:
-    """Return the settings `before`, with the keys in `given` taken from `over`."""
+    """Return the dataclass `before`, with the keys in `given` taken from the dataclass `over`.
+
+    `params` and `env` are merged key by key. `engine` is merged into `engine_overrides`, which also override flags.
+    """
     changes = {key: getattr(over, key) for key in given}
     for key in changes.keys() & {"params", "env"}:
         changes[key] = {**getattr(before, key), **changes[key]}

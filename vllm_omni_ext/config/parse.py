@@ -1,4 +1,4 @@
-"""Converts plain data (from YAML or JSON) to the classes of the schema; errors contain the path of the wrong key."""
+"""Converts plain data (YAML or JSON) to the classes of `config.schema`; errors contain the path of the wrong key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Names:
     Attributes:
         stages: the stages of the pipeline.
         engine: fields of vLLM's `EngineArgs`; None = not checked.
-        params: fields of each stage's parameters; the parameters of a missing stage are not checked.
+        params: names of the parameters that `stages.<name>.params` may contain, by stage. A stage that is not in this
+            mapping is not checked.
     """
 
     stages: Collection[str]
@@ -46,10 +47,13 @@ class Names:
 
 
 def parse_config(data: Any, names: Names, *, flat: bool = False) -> OmniConfig:
-    """Convert the content of a file to an `OmniConfig`.
+    """Convert the content of a stage config file to an `OmniConfig`.
 
     Args:
-        flat: `EngineArgs` fields may be written next to the keys of a stage, so errors suggest them there too.
+        data: the parsed YAML or JSON; None for an empty file.
+        names: valid names of stages, engine fields and parameters.
+        flat: `EngineArgs` fields may be written next to the keys of a stage, as in `--stage-overrides`. Errors about
+            unknown keys then suggest these fields too.
 
     Raises:
         ConfigError: a key or stage is unknown, or a value has the wrong type; the message starts with the key's path.
@@ -70,12 +74,13 @@ def checked(
     """Return data converted to a class of the schema.
 
     Args:
+        schema: a dataclass or `TypedDict` with annotations for pydantic.
         path: path of the data in the configuration.
         engine: fields of vLLM's `EngineArgs`. If a field is set outside of `engine`, the error contains the right path.
-        flat: as for `parse_config`.
+        flat: see `parse_config`.
 
     Raises:
-        ConfigError: as `parse_config`, for the first error.
+        ConfigError: a key is unknown, or a value has the wrong type; the message is about the first such key.
     """
     try:
         return cast(_Schema, _adapter(cast(Any, schema)).validate_python(data))
@@ -128,7 +133,7 @@ def _check_stage(path: str, stage: StageConfig, given: Collection[str], engine: 
 
 
 def _check_names(path: str, given: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """Raise ConfigError for a key of `given` that is not in `known`; None: all keys are accepted."""
+    """Raise ConfigError for a key of `given` that is not in `known`. If `known` is None, all keys are accepted."""
     for key in given:
         if known is not None and key not in known:
             raise unknown_key(path, key, known)

@@ -1,7 +1,4 @@
-"""The classes of the configuration: each key with its type, default, unit and description.
-
-The defaults of all keys are set here.
-"""
+"""The classes of the configuration: each key of a stage config with its type, default, unit and description."""
 
 from __future__ import annotations
 
@@ -40,17 +37,23 @@ from vllm_omni_ext.config.checks import (
 from vllm_omni_ext.ports import port_range
 
 STREAM_IDLE_TIMEOUT_S = "stream_idle_timeout_s"
-"""Key of vLLM's `additional_config` that passes `Timeouts.stream_idle_timeout_s` to the engines of streaming stages."""
+"""Key of vLLM's `additional_config` that passes `Timeouts.stream_idle_timeout_s` to engines.
+
+Only stages that keep state between the requests of one stream (`StageSpec.accepts` is "parts") use it.
+"""
 
 STREAM_IDLE_TIMEOUTS = 4
-"""A streaming stage drops a stream without input after this many times `chunk_timeout_s`; its request has failed by
-then."""
+"""Factor of `chunk_timeout_s` in `Timeouts.stream_idle_timeout_s`. It is above 1, so that a request without input has
+failed before a stage drops the state of the request's stream."""
 
 MAX_MEDIA_TOKENS = "max_media_tokens"
-"""Key of vLLM's `additional_config` that passes `Limits.max_media_tokens` to the engines of the frontend."""
+"""Key of vLLM's `additional_config` that passes `Limits.max_media_tokens` to engines of the stage that writes text."""
 
 OUTGOING, INCOMING = "outgoing", "incoming"
-"""Keys of `additional_config` with the connectors of a stage's outgoing and incoming edges, by the edge's name."""
+"""Keys of vLLM's `additional_config`: connector settings of the edges over which a stage sends and receives tensors.
+
+The value of each key is a mapping from the edge's name to the settings.
+"""
 
 
 ALL_ROUTES, VLLM_ROUTES = "all", "vllm"
@@ -62,6 +65,8 @@ class Key:
     """Unit, description and command line flag of one configuration key.
 
     Attributes:
+        unit: unit of the value, such as "seconds"; "" if it has none.
+        text: description for the documentation and the flag's help.
         metavar: placeholder for the value in the help of the key's flag; "": the flag has no value. None: no flag.
     """
 
@@ -83,7 +88,7 @@ _FORBID = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """Settings shared by all replicas of a stage, or by all replicas of one side of a split stage."""
+    """Settings shared by all replicas of a stage, or by the prefill or the decode replicas of a stage that has both."""
 
     __pydantic_config__ = _FORBID
     replicas: Count = _key(
@@ -158,7 +163,7 @@ class StageConfig(ReplicasConfig):
         "replicas",
     )
     prefill_decode: Annotated[PrefillDecode | None, NullIsEmpty] = None
-    """Settings below `stages.<name>.prefill_decode`; None: every replica does prefill and decode."""
+    """Settings of separate prefill and decode replicas; None: every replica of the stage does both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,13 +256,19 @@ class Timeouts:
 
     @property
     def request_limit_s(self) -> float | None:
-        """Return the seconds that a request may take; None for no limit, and for `auto` (no server's plan has it)."""
+        """Return the seconds that a request may take; None: no limit.
+
+        `auto` gives None as well. In a server, `cli.settings.from_cli` has replaced `auto` with a number.
+        """
         limit = self.request_timeout_s
         return None if isinstance(limit, str) else limit
 
     @property
     def stream_idle_timeout_s(self) -> float:
-        """Return the seconds without input after which a streaming stage drops a stream."""
+        """Return the seconds without input after which a stage drops the state that it keeps for a stream.
+
+        Used by stages that accept separate requests of one stream (`StageSpec.accepts` is "parts").
+        """
         return STREAM_IDLE_TIMEOUTS * self.chunk_timeout_s
 
 
@@ -398,14 +409,17 @@ GROUPS: Mapping[str, Schema] = {"limits": Limits, "timeouts": Timeouts, "cluster
 
 
 def keys(schema: Schema) -> dict[str, Key]:
-    """Return the keys with plain values that a file may contain at this level, without nested levels."""
+    """Return the keys of one class of the configuration by name, without keys whose value is a nested class."""
     return {f.name: f.metadata["key"] for f in fields(schema) if "key" in f.metadata}
 
 
 SETTINGS: Mapping[str, tuple[str, Key]] = {
     name: (group, key) for group, schema in {"": OmniConfig, **GROUPS}.items() for name, key in keys(schema).items()
 }
-"""All keys outside of `stages`, each with the name of its group ("": the top level). No two groups share a key name."""
+"""All keys outside of `stages`, by name: (name of the group, `Key`). The group "" is the top level of the stage config.
+
+No two groups share a key name.
+"""
 
 
 def setting_path(name: str) -> str:

@@ -1,10 +1,10 @@
-"""Makes the ZeroMQ sockets of the control plane. They use CURVE keys if the deployment has a shared secret.
+"""Makes the ZeroMQ sockets for heartbeats, views and joining replicas, with CURVE keys if there is a shared secret.
 
 With a secret, ZeroMQ's CURVE encrypts and authenticates all traffic. All sockets that listen use one key pair, all
-sockets that connect another. Both pairs are computed from the secret, so only the secret must be distributed:
-private key = blake2b(scrypt(secret), person = the role), public key = the matching curve point. A client without the
-secret cannot compute the server's public key. A client needs that key to connect, and CURVE never sends it, so the key
-alone keeps unauthorized clients out. The coordinator and the join server also check the client's key (`zap_reply`).
+sockets that connect another. Both pairs are computed from the secret, so only the secret must be distributed: private
+key = blake2b(scrypt(secret), person = "server" or "client"), public key = the matching curve point. A client without
+the secret cannot compute the server's public key. A client needs that key to connect, and CURVE never sends it, so the
+key alone keeps unauthorized clients out. The coordinator and the join server also check the client's key (`zap_reply`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHORTEST_SECRET = 16
 
 _SALT = b"vllm-omni-ext coordinator 1"
 _COST, _BLOCK = 2**14, 8
-"""scrypt's n and r. Deriving keys takes 16 MiB and some tens of milliseconds, once per process."""
+"""scrypt's n and r. Deriving the keys takes 16 MiB and some tens of milliseconds, once per process."""
 
 _KEY_BYTES = 32
 _ROLES = (b"server", b"client")
@@ -77,7 +77,14 @@ class Keys:
 
     @classmethod
     def read(cls, file: str | None) -> Keys | None:
-        """Compute the keys from the secret in a file; None without a file. ConfigError if the file cannot be read."""
+        """Compute the keys from the secret in a file.
+
+        Args:
+            file: path of the file; None: there is no secret, and the result is None.
+
+        Raises:
+            ConfigError: the file cannot be read, or the secret is too short.
+        """
         if file is None:
             return None
         try:
@@ -87,14 +94,21 @@ class Keys:
 
 
 def as_client(socket: zmq.Socket[Any], keys: Keys | None) -> None:
-    """Set the client's CURVE options on a socket that has not connected yet; does nothing if `keys` is None."""
+    """Set the CURVE options of a client on a socket that has not connected yet. Does nothing if `keys` is None."""
     if keys is not None:
         for option, value in keys.connecting.items():
             socket.setsockopt(option, value)
 
 
 def zap_reply(request: Sequence[bytes], keys: Keys | None) -> list[bytes]:
-    """Return the reply to a ZAP request: 200 if the peer's CURVE key is the client key of `keys`, else 400."""
+    """Return the reply to a ZAP request: 200 if the peer's CURVE key is the client key of `keys`, else 400.
+
+    libzmq sends a ZAP request (RFC 27) for every peer that connects to a listening socket with keys.
+
+    Args:
+        request: the frames of the request.
+        keys: keys of the listening socket.
+    """
     version, number, _domain, _address, _identity, mechanism, *credentials = request
     accepted = keys is not None and mechanism == b"CURVE" and credentials == [z85.decode(keys.client.public)]
     status, text = (b"200", b"OK") if accepted else (b"400", b"unknown key")
@@ -107,19 +121,24 @@ PING_MS = 5_000
 """Interval of libzmq's heartbeats. They detect a host without power or network, which closes no connection."""
 
 PEER_GONE_MS = 30_000
-"""libzmq closes a connection on which nothing arrives for this time. The connecting side then reconnects."""
+"""libzmq closes a connection on which nothing arrives for this time. The connecting socket then reconnects."""
 
 RECONNECT_MS = 100
 LONGEST_RECONNECT_MS = 1_000
-"""First and longest pause before a socket reconnects."""
+"""First and longest pause before a socket reconnects, in milliseconds."""
 
 
 def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, queued: int) -> Socket:
-    """Return a bound socket; OmniError if the address cannot be used.
+    """Return a ZeroMQ socket that is bound to `address`.
 
     Args:
+        kind: ZeroMQ socket type, e.g. `zmq.PULL`.
+        keys: CURVE keys that peers must have; None: any peer may connect.
         limit: longest frame in bytes; libzmq disconnects a peer that sends a longer one.
         queued: most messages that are queued for a slow peer.
+
+    Raises:
+        OmniError: the address cannot be used.
     """
     socket = _socket(context, kind, address, limit)
     socket.sndhwm = queued
@@ -139,10 +158,16 @@ def listen(context: zmq.Context[Any], kind: int, address: str, keys: Keys | None
 def connect(
     context: zmq.Context[Any], kind: int, address: str, keys: Keys | None, *, limit: int, watched: int = 0
 ) -> Socket:
-    """Return a socket that connects to `address`, and reconnects after a loss; OmniError if the address is invalid.
+    """Return a ZeroMQ socket that connects to `address`, and reconnects after a loss.
 
     Args:
+        kind: ZeroMQ socket type, e.g. `zmq.PUSH`.
+        keys: CURVE keys; None: the peer needs none.
+        limit: longest frame in bytes that the socket accepts.
         watched: libzmq event flags that `get_monitor_socket()` reports, also for the first connection attempt.
+
+    Raises:
+        OmniError: the address is invalid.
     """
     socket = _socket(context, kind, address, limit)
     as_client(socket, keys)

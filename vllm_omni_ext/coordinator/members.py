@@ -1,6 +1,7 @@
 """Messages of replicas to the coordinator, views of the coordinator, and the changes between two views. No I/O.
 
-A view is the coordinator's message to API servers with the states of all replicas.
+The coordinator is the process that tracks the states of all replicas (engine processes). A view is its message to API
+servers with these states.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from vllm_omni_ext.pool.stage_pool import StagePool
 
 
 class State(enum.Enum):
-    """State of a replica; the docstring of `membership` shows the transitions."""
+    """State of a replica in the coordinator; the docstring of `membership` shows the transitions.
+
+    Attributes:
+        UP: the replica sends heartbeats.
+        SUSPECT: it has missed some heartbeats, and gets new requests only if no replica of its stage is UP.
+        DOWN: it has sent no heartbeat within the timeout, and its requests are moved to other replicas.
+        DRAINING: it is leaving: it finishes its requests, and gets no new ones.
+    """
 
     UP = "up"
     SUSPECT = "suspect"
@@ -40,13 +48,14 @@ class State(enum.Enum):
 
 
 ATTACHED = frozenset({State.UP, State.SUSPECT, State.DRAINING})
-"""States in which the requests of a replica continue."""
+"""States in which a replica keeps its requests. The requests of a replica in another state are moved."""
 
 
 class Member(Struct, frozen=True, order=True):
-    """One process of a replica: the replica's name and an epoch, printed `talker/1#7`. The head assigns both.
+    """One process of a replica: the replica's name (stage and index) and an epoch, printed `talker/1#7`.
 
-    The epoch distinguishes the processes that had the same name: a later process has a larger epoch.
+    The head, the process that starts a deployment, assigns both. The epoch distinguishes the processes that had the
+    same name: a later process has a larger epoch.
     """
 
     stage: Name
@@ -62,12 +71,16 @@ class Member(Struct, frozen=True, order=True):
         return f"{self.id}#{self.epoch}"
 
     def proof(self, key: str) -> str:
-        """Return the HMAC (hex) of name and epoch with the head's key. It proves that the head assigned them."""
+        """Return the HMAC (hex) of name and epoch with the head's key.
+
+        A replica sends this HMAC in its messages, as proof for the coordinator that the head has assigned name and
+        epoch.
+        """
         return hmac.digest(key.encode(), str(self).encode(), "sha256").hex()
 
 
 class Entry(Struct, frozen=True):
-    """The state of one replica in a view. `load` is None if the replica has sent no recent heartbeat."""
+    """The state of one replica in a `View`. `load` is None if the replica has sent no recent heartbeat."""
 
     member: Member
     state: State
@@ -75,9 +88,11 @@ class Entry(Struct, frozen=True):
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """Replica to coordinator: the replica is alive and has this load. The coordinator sets `load.report`.
+    """Replica to coordinator: the replica is alive and has this load.
 
-    `proof` is the result of `Member.proof`; views do not contain it.
+    Attributes:
+        load: the coordinator replaces `load.report`, the number of the report.
+        proof: result of `Member.proof`; views do not contain it.
     """
 
     member: Member
@@ -86,9 +101,12 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """To the coordinator: remove a replica, now or (`drain`) once its requests have ended.
+    """To the coordinator: remove a replica, now or, if `drain` is true, once its requests have ended.
 
-    Sent by the replica, its headless node, or the head.
+    Sent by the replica, by the headless node (the parent process of replicas that have joined a head), or by the head.
+
+    Attributes:
+        proof: result of `Member.proof`.
     """
 
     member: Member
@@ -100,10 +118,10 @@ class View(Message, frozen=True, kw_only=True, tag="view"):
     """Coordinator to API servers: the states of all replicas, sorted by name.
 
     Attributes:
-        generation: larger after every start of the coordinator.
+        generation: number of the coordinator's process; larger after every restart.
         settled: false while live replicas may not yet have sent a heartbeat to a restarted coordinator.
         timeout_s: API servers must not use the loads of a view that is older than this.
-        dropped: malformed messages that the coordinator has dropped.
+        dropped: number of malformed messages that the coordinator has dropped.
         pid: process id of the coordinator; 0 if unknown.
     """
 
@@ -122,24 +140,24 @@ VIEWS: Channel[View] = Channel(msgspec.msgpack.Decoder(View), MAX_VIEW_BYTES)
 
 
 class Attach(Struct, frozen=True):
-    """Change: a replica is attached (its state is in `ATTACHED`), for the first time or again."""
+    """Change between two views: a replica's state is now in `ATTACHED`, for the first time or again."""
 
     member: Member
 
 
 LEFT = "it has left"
-"""Reason of `Detach` for a replica that left after its requests, or whose process has ended."""
+"""Value of `Detach.reason` for a replica that the new view does not contain: it has left, or its process has ended."""
 
 
 class Detach(Struct, frozen=True):
-    """Change: a replica is not attached any more; its requests are lost."""
+    """Change between two views: a replica's state is not in `ATTACHED` any more, so its requests must be moved."""
 
     member: Member
     reason: str
 
 
 class Forget(Struct, frozen=True):
-    """Change: the coordinator has removed a replica; the replica's metrics labels and connections can be removed."""
+    """Change between two views: the coordinator has removed a replica. Its connection and metrics can be removed."""
 
     member: Member
 
@@ -148,11 +166,11 @@ Change: TypeAlias = Attach | Detach | Forget
 
 
 class ViewDiff:
-    """Keeps the last received view, and returns the changes of the next one. A subscriber may miss views in between.
+    """Keeps the last received view, and returns the changes between that view and the next one.
 
-    The views of a restarted coordinator list only the replicas that have sent it a heartbeat. Until such a view is
-    `settled`, replicas of earlier views keep their state, without a load, also if an earlier process of the same name
-    sends heartbeats first.
+    A subscriber may miss views in between. The views of a restarted coordinator list only the replicas that have sent
+    it a heartbeat. Until such a view is `settled`, replicas of earlier views keep their state, without a load, also if
+    an earlier process of the same name sends heartbeats first.
     """
 
     def __init__(self) -> None:
@@ -160,7 +178,7 @@ class ViewDiff:
         self._kept: dict[ReplicaId, Entry] = {}
 
     def take(self, view: View) -> list[Change]:
-        """Store the next view. Return the changes since the last view, sorted: `Detach`, `Forget`, `Attach`."""
+        """Store the next view. Return the changes since the last view, in this order: `Detach`, `Forget`, `Attach`."""
         before = self.view
         if before is not None and before.generation != view.generation:
             self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
@@ -180,7 +198,10 @@ class ViewDiff:
         return replace(view, replicas=tuple(sorted(all_entries, key=lambda entry: entry.member)))
 
     def without_loads(self) -> View | None:
-        """Remove the loads from the last view, because the view is too old. Return the view; None before the first."""
+        """Remove the loads from the last view, and return the view; None before the first one.
+
+        Called when no view has arrived for `View.timeout_s`: the loads are outdated.
+        """
         if self.view is not None:
             self.view = replace(self.view, replicas=_unloaded(self.view.replicas))
         return self.view
@@ -208,8 +229,9 @@ def _attached(states: dict[Member, State]) -> dict[Member, State]:
 
 
 def apply_view(pool: StagePool, view: View) -> None:
-    """Set the replicas of a pool to their states in the view (open, avoided, draining) and publish their loads.
+    """Apply a view to the replicas of one stage's pool: their states, and their loads.
 
+    An UP replica gets requests, a SUSPECT one only if no other replica does, a DRAINING or DOWN one no new ones.
     Replicas that are not in the pool are ignored: `Attach` adds them and `Detach` removes them.
     """
     there, known = set(pool.replicas), {}

@@ -5,12 +5,12 @@
                         '<-----heartbeat (attached again)-------------'
     any state --leave--> DRAINING --no requests, no heartbeats, or drain time over--> removed
 
-A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. The head (`Names`) assigns every
-process of a replica its name (`talker/1`), an epoch, and a proof of both. The coordinator (`Membership`) ignores
-messages without the proof. A heartbeat registers its replica; there is no other registration. So a restarted
-coordinator finds all replicas by their heartbeats, and messages of another deployment have no effect. Of two processes
-with one name, the coordinator keeps the one with the larger epoch. A replica that has left does not return. A replica
-that missed heartbeats may return.
+A replica is *attached* while it is UP, SUSPECT or DRAINING: its requests continue. The head (the process that starts a
+deployment; class `Names`) assigns every process of a replica its name (`talker/1`), an epoch, and a proof of both. The
+coordinator (`Membership`) ignores messages without the proof. A heartbeat registers its replica; there is no other
+registration. So a restarted coordinator finds all replicas by their heartbeats, and messages of another deployment have
+no effect. Of two processes with one name, the coordinator keeps the one with the larger epoch. A replica that has left
+does not return. A replica that missed heartbeats may return.
 
 Times are seconds of one monotonic clock, passed in by the caller. Only `tick` applies deadlines: a delayed caller first
 passes in the messages that have arrived, then calls `tick`. A late tick (see `deadline`) extends all deadlines, so that
@@ -30,7 +30,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.load import Load
 
 BEATS_PER_TIMEOUT = 5
-"""Heartbeats that a replica sends in one timeout: four may be lost or late."""
+"""Number of heartbeats that a replica sends within the heartbeat timeout: four of five may be lost or late."""
 
 LONGEST_INTERVAL_S = 1.0
 """Longest time between two heartbeats, also for a long timeout, because heartbeats carry the load."""
@@ -39,10 +39,10 @@ MISSED_BEATS = 3
 """A replica that missed this many heartbeats is SUSPECT."""
 
 KEPT_TIMEOUTS = 10
-"""A replica that is DOWN is removed after this many timeouts, or earlier if another process gets its name."""
+"""A replica that is DOWN is removed after this many further timeouts, or when another process gets its name."""
 
 PUBLISH_GAP_S = 0.1
-"""Least time between two published views; vLLM's own coordinator uses the same."""
+"""Shortest time between two published views, in seconds; that of vLLM's data parallel coordinator."""
 
 MAX_REPLICAS = 4096
 """Most replicas of one stage."""
@@ -77,10 +77,10 @@ class Timing:
 
 
 class Names:
-    """Assigns names to the processes of replicas, each time with a new epoch; used by the head.
+    """Assigns names to the processes of replicas, each time with a new epoch. Used by the head process.
 
     Args:
-        key: the head's key for proofs.
+        key: the head's key for `Member.proof`.
         planned: names of the replicas that the head starts itself. `give_free` does not assign them.
     """
 
@@ -91,12 +91,19 @@ class Names:
         self._members: dict[ReplicaId, Member] = {}
 
     def give(self, replica: ReplicaId) -> Member:
-        """Assign a name to a process that is going to start. It replaces an earlier process of that name."""
+        """Assign a name to a process that is going to start; return the name with a new epoch.
+
+        The process replaces an earlier process of that name.
+        """
         member = self._members[replica] = Member(replica.stage, replica.index, next(self._epochs))
         return member
 
     def give_free(self, stage: str, before: int | None) -> Member | None:
-        """Assign the index `before` of a stage if it is free, else the lowest free index; None if none is free."""
+        """Assign a free name of a stage to a replica that joins from another process; None if no name is free.
+
+        Args:
+            before: index that the replica had before; it is assigned if it is free. Otherwise: the lowest free index.
+        """
         taken = self._members.keys() | self._planned
         indices = (*(() if before is None else (before,)), *range(MAX_REPLICAS))
         free = (name for index in indices if index < MAX_REPLICAS and (name := ReplicaId(stage, index)) not in taken)
@@ -104,7 +111,7 @@ class Names:
         return None if found is None else self.give(found)
 
     def get(self, replica: ReplicaId) -> Member | None:
-        """Return the process to which a name is assigned; None if the name is free."""
+        """Return name and epoch of the process to which a name is assigned; None if the name is free."""
         return self._members.get(replica)
 
     def free(self, member: Member) -> None:
@@ -121,20 +128,20 @@ class Names:
 class _Record:
     member: Member
     last_seen: float
-    """Arrival of the last message; later if the coordinator was delayed."""
+    """Time of the last message's arrival. If the coordinator was delayed, `_extend_deadlines` moves it forward."""
     state: State = State.UP
     leaving: float = math.inf
-    """When the replica began to leave."""
+    """Time at which the replica began to leave; infinite if it is not leaving."""
     load: Load | None = None
     reports: int = 0
 
 
 class Membership:
-    """The state machine in the coordinator.
+    """The states of all replicas in the coordinator. Messages (`receive`) and time (`tick`) change them.
 
     Args:
-        key: the head's key for proofs.
-        generation: larger than that of any earlier coordinator.
+        key: the head's key for proofs (see `Member.proof`).
+        generation: `View.generation`, a number larger than that of any earlier coordinator.
         at: the current time.
     """
 
@@ -143,14 +150,15 @@ class Membership:
         self._timing = timing
         self._generation = generation
         self._settles = at + timing.timeout_s
-        """Until then, replicas of an earlier coordinator may send their first heartbeat to this one."""
+        """Time until which replicas of an earlier coordinator may send their first heartbeat (see `View.settled`)."""
         self._records: dict[ReplicaId, _Record] = {}
         self._left: dict[ReplicaId, int] = {}
-        """By name: the largest epoch that has left. Heartbeats of this epoch or a smaller one are ignored."""
+        """Largest epoch that has left, by the replica's name. Heartbeats of this epoch or a smaller one are ignored."""
         self._changed = True
         self._published = -math.inf
         self._expiry = math.inf
-        """Before this time no replica changes its state because of missing heartbeats."""
+        """Time before which no replica changes its state because of missing heartbeats; `tick` need not look
+        earlier."""
 
     def receive(self, message: ToCoordinator, at: float) -> None:
         """Apply one message that arrived at the time `at`. A message with a wrong proof or an old epoch is ignored."""
@@ -166,7 +174,11 @@ class Membership:
                     self._leave(message, record, at)
 
     def tick(self, at: float) -> View | None:
-        """Remove replicas whose heartbeat deadline is before `at`; return the view to publish, if it is due."""
+        """Apply all deadlines until the time `at`: change the states of replicas, and remove replicas.
+
+        Returns:
+            The view to publish; None if no view is due.
+        """
         late = at - self.deadline()
         if late > self._timing.interval_s:
             self._extend_deadlines(at, late)
@@ -180,7 +192,7 @@ class Membership:
         return self.view(at)
 
     def deadline(self) -> float:
-        """Return the time at which the next `tick` is due."""
+        """Return the time at which `tick` must be called next, if no message arrives before."""
         wait = PUBLISH_GAP_S if self._changed else self._timing.interval_s
         return min(self._expiry, self._published + wait)
 
@@ -221,9 +233,9 @@ class Membership:
             self._enter(record, State.DRAINING)
 
     def _extend_deadlines(self, at: float, late: float) -> None:
-        """Extend the heartbeat deadlines of all members by `late` seconds and one heartbeat interval, at time `at`.
+        """Extend the heartbeat deadlines of all replicas by `late` seconds and one heartbeat interval, at time `at`.
 
-        The coordinator itself was late by `late` seconds, and has not received heartbeats meanwhile.
+        Called when the coordinator's process was delayed by `late` seconds and has not received heartbeats meanwhile.
         """
         for record in self._records.values():
             record.last_seen = min(at, record.last_seen + late + self._timing.interval_s)
@@ -267,5 +279,5 @@ class Membership:
 
 
 def _recent(record: _Record) -> Load | None:
-    """Return the load of a replica that sends heartbeats; None if it misses heartbeats."""
+    """Return the load for the view; None if the replica misses heartbeats, because the load is then outdated."""
     return record.load if record.state in (State.UP, State.DRAINING) else None

@@ -1,7 +1,8 @@
-"""A replica's client of the coordinator: sends the replica's load as heartbeats, and `Leave` when the replica ends.
+"""Sends a replica's load to the coordinator as heartbeats, and `Leave` when the replica ends. Runs in the replica.
 
-The client runs in its own thread, so that the engine's loop never waits for the network. The coordinator may start
-later than the replica, and may restart: the socket reconnects, and the next heartbeat registers the replica.
+The coordinator is the process that tracks the states of all replicas. `Reporter` has its own thread, so that the
+engine's loop never waits for the network. The coordinator may start later than the replica, and may restart: the socket
+reconnects, and the next heartbeat registers the replica.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Message, encode
 from vllm_omni_ext.pool.load import Load
 
 RETRY_S = 0.2
-"""Pause after a heartbeat that could not be sent; the heartbeat interval if that is shorter."""
+"""Seconds until a heartbeat that could not be sent is tried again; the heartbeat interval if that is shorter."""
 
 FAREWELL_MS = 200
-"""Time limit for sending `Leave` when the replica ends."""
+"""Time limit for sending `Leave` when the replica ends, in milliseconds."""
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +33,13 @@ class Reporter:
 
     Args:
         address: the coordinator's `events` address.
-        member: the replica's name and epoch; `proof` is the head's proof of both.
+        member: the replica's name and epoch.
+        proof: result of `Member.proof`, which the head has sent.
         load: called in the reporter's thread before each heartbeat. If it returns None, the engine is not responding
             and no heartbeat is sent. If it raises, the error is logged and the last load is sent: only the statistics
             have failed, not the replica.
-        interval_s: time between two heartbeats.
-        keys: needed if the coordinator has a secret.
+        interval_s: time between two heartbeats, in seconds.
+        keys: CURVE keys, if the deployment has a secret.
     """
 
     def __init__(
@@ -61,11 +63,11 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="omni-reporter", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; returns at once."""
+        """Start the thread that sends heartbeats; returns at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Send `Leave` and end the thread, in a fraction of a second; a second call does nothing."""
+        """Send `Leave` and end the thread, in at most some tenths of a second; a second call does nothing."""
         self._ending.set()
         if self._thread.ident is None:  # never started
             self._context.destroy(linger=0)
@@ -93,7 +95,7 @@ class Reporter:
         return load
 
     def _send(self, message: Message) -> bool:
-        """Send a message; False if there is no connection."""
+        """Send a message to the coordinator; return False if there is no connection."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:

@@ -1,8 +1,8 @@
-"""The coordinator's process: receives the messages of replicas and publishes views. No request passes through it.
+"""The coordinator's process: receives heartbeats of replicas, and publishes views (the states of all replicas).
 
-One thread sleeps until a message arrives or the membership's next deadline. A PULL socket receives the replicas'
-messages; a PUB socket publishes views. No input can stop the process: malformed messages are counted and dropped,
-and sending never waits for slow receivers.
+No request passes through it. One thread sleeps until a message arrives or the next deadline of `Membership` is due. A
+PULL socket receives the replicas' messages; a PUB socket publishes views. No input can stop the process: malformed
+messages are counted and dropped, and sending never waits for slow receivers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vllm_omni_ext.encoding import MAX_MESSAGE_BYTES, Malformed, encode
 from vllm_omni_ext.errors import OmniError
 
 LOOPBACK = "tcp://127.0.0.1:*"
-"""Reachable from this machine only; the operating system chooses the port."""
+"""Default ZeroMQ address: reachable from this machine only, with a port that the operating system chooses."""
 
 TRUSTED = ("tcp://127.", "tcp://[::1]:", "ipc:")
-"""Prefixes of addresses that are reachable from this machine only."""
+"""Prefixes of ZeroMQ addresses that are reachable from this machine only, so that no secret is needed."""
 
 READ_AT_ONCE = 1024
-"""Most messages that are received between two ticks, so that a flood of messages does not delay the deadlines."""
+"""Most messages that are received between two calls of `Membership.tick`, so that a flood does not delay deadlines."""
 
 QUEUED_VIEWS = 4
-"""Most views that are queued for a slow subscriber. Further views are dropped; the subscriber receives a later view."""
+"""Most views that are queued for a slow subscriber. Views beyond that are dropped, since later ones replace them."""
 
 QUEUED_ANSWERS = 64
 """Most replies to authentication requests (ZAP) that are queued."""
@@ -46,7 +46,7 @@ MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects a peer that sends a longer frame, before the frame is in memory."""
 
 LISTENING = b"listening "
-"""Prefix of the message to the parent with the addresses; a message without it is an error text."""
+"""Prefix of the message with the addresses that the process sends to its parent; without it, a message is an error."""
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,11 @@ class CoordinatorConfig:
     """Settings of a coordinator.
 
     Attributes:
+        timing: heartbeat timeout, and the time limits that depend on it.
         events: ZeroMQ address to which replicas send. An address that other hosts reach should have a secret.
         views: ZeroMQ address from which API servers receive views.
         secret_file: file with the shared secret, see `keys`; None: every process may connect.
-        key: the head's key for `Member.proof`.
+        key: the head's key, with which `Member.proof` of a message is checked.
     """
 
     timing: Timing
@@ -70,7 +71,12 @@ class CoordinatorConfig:
 
 
 class Coordinator:
-    """Receives messages at one ZeroMQ socket and publishes views at another. Use as a context manager."""
+    """Receives replicas' messages at one ZeroMQ socket and publishes views at another. Use as a context manager.
+
+    Attributes:
+        addresses: the addresses of the two sockets.
+        dropped: number of malformed messages.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         keys = Keys.read(config.secret_file)
@@ -99,7 +105,7 @@ class Coordinator:
         self._context.destroy(linger=0)
 
     def serve(self, control: Connection) -> None:
-        """Run until the other end of `control` is closed or sends a message."""
+        """Receive messages and publish views until the other end of the pipe `control` is closed or sends a message."""
         poller = zmq.Poller()
         for source in (self._zap, self._events, control.fileno()):
             poller.register(source, zmq.POLLIN)
@@ -144,9 +150,9 @@ class Coordinator:
 
 
 def run(config: CoordinatorConfig, control: Connection) -> None:
-    """Run the coordinator in its own process. It sends its addresses or an error text on `control`; the parent receives
-    them in `listening`.
+    """Run the coordinator, as the body of a process.
 
+    The process sends its addresses, or an error text, on the pipe `control`; the parent receives them with `listening`.
     The process ends when the other end of `control` is closed, so that it never outlives its parent. It ignores the
     terminal's SIGINT, which the parent handles.
     """
@@ -161,7 +167,10 @@ def run(config: CoordinatorConfig, control: Connection) -> None:
 
 
 def listening(control: Connection, timeout_s: float) -> tuple[str, str]:
-    """Wait until the coordinator at the other end of `control` listens; return its addresses (events, views).
+    """Wait until the coordinator's process at the other end of the pipe `control` listens.
+
+    Returns:
+        Its addresses: (address for replicas' messages, address of views).
 
     Raises:
         OmniError: the coordinator failed to start.

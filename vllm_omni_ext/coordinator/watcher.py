@@ -1,5 +1,5 @@
-"""An API server's client of the coordinator: receives views (the states of all replicas) and tracks the age
-of the newest view.
+"""Receives the coordinator's views (states of all replicas) in an API server, and measures the age of the newest
+one.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from vllm_omni_ext.coordinator.members import VIEWS, Change, View, ViewDiff
 from vllm_omni_ext.encoding import MAX_VIEW_BYTES, Malformed
 
 BUSY_S = 1.0
-"""If a wait takes this much longer than its limit, this process was busy or stopped, and the wait is not counted."""
+"""If a wait takes this many seconds longer than its timeout, this process itself was busy or stopped, so the wait is
+not counted in `View.timeout_s`."""
 
 log = logging.getLogger(__name__)
 
 
 class Watcher:
-    """An asynchronous iterator over (view, changes since the last view).
+    """Receives the coordinator's views: an asynchronous iterator over (view, changes since the last view).
 
     If no view arrives within `View.timeout_s`, the last view is yielded once more, without its outdated loads. The
     iteration continues when the coordinator has restarted.
 
     Args:
         address: the coordinator's `views` address.
-        keys: needed if the coordinator has a secret.
+        keys: CURVE keys, if the deployment has a secret.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, address: str, *, keys: Keys | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +44,7 @@ class Watcher:
         self._received_at = -math.inf
         self._stale = True
         self._delayed = 0.0
-        """Seconds since the last view in which this process was delayed; not counted in the coordinator's timeout."""
+        """Seconds since the last view in which this process was delayed; they are not counted in `View.timeout_s`."""
         self._context = zmq.asyncio.Context()
         self._socket: Any = connect(self._context, zmq.SUB, address, keys, limit=MAX_VIEW_BYTES)
 
@@ -57,14 +59,14 @@ class Watcher:
 
     @property
     def fresh(self) -> bool:
-        """Whether the last view is recent enough for its loads to be used."""
+        """Whether the last view is younger than `View.timeout_s`, so that the loads in it may be used."""
         return self.view is not None and self.age() < self.view.timeout_s
 
     def __aiter__(self) -> Watcher:
         return self
 
     async def __anext__(self) -> tuple[View, list[Change]]:
-        """Return the next view. The iteration ends when the watcher is closed."""
+        """Return (next view, changes since the last view). The iteration ends when `close` has been called."""
         while not self._socket.closed:
             wait_ms, began = self._wait_ms(), self._clock()
             try:

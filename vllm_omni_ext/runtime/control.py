@@ -1,8 +1,9 @@
 """Communication of the head with its API servers: messages and file descriptors in pipes, counters in shared memory.
 
-The head keeps the state that operators change: the sleeping replicas, and the LoRA adapters that requests may name.
-Every API server has a copy. To change the state, an API server sends an `OperatorChange` to the head. The head sends it
-to all API servers; each applies it and returns `ChangeApplied`. When all have returned it, the head sends
+The head is the first process of `vllm serve MODEL --omni`; it starts the API server processes and the replicas (engine
+processes). The head keeps the state that operators change: the sleeping replicas, and the LoRA adapters that requests
+may name. Every API server has a copy. To change the state, an API server sends an `OperatorChange` to the head. The
+head sends it to all API servers; each applies it and returns `ChangeApplied`. When all have returned it, the head sends
 `ChangeApplied` to all, and the operator's call returns. Messages are tagged msgpack; never pickle.
 """
 
@@ -24,16 +25,19 @@ from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm_omni_ext.ids import ReplicaId
 
 COME_WITHIN_S = 5.0
-"""Limit of the wait for file descriptors, in seconds. They are sent directly after the message that announces them."""
+"""Timeout of `receive_descriptors` in seconds. The head sends descriptors directly after the message about them."""
 
 NOT_ACCEPTING = 2**31 - 1
-"""Load of an API server that accepts no connections, so that it is never the least loaded one (vLLM's launcher)."""
+"""Value in `SharedCounters.loads` for an API server that accepts no connections. In vLLM's launcher, the server with
+the lowest value accepts the next connection."""
 
 
 class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter of the frontend that requests may name as their model.
 
     Attributes:
+        name: the model name in requests.
+        path: directory of the adapter.
         number: vLLM's `lora_int_id`, the adapter's id in engines.
         base: name of the adapter's base model, if given.
         three_d: vLLM's `is_3d_lora_weight`.
@@ -51,20 +55,20 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicasSlept(_Tagged, frozen=True):
-    """Change: replicas are being put to sleep (`asleep`), or have been woken."""
+    """Operator's change: replicas are being put to sleep or paused (`asleep` is true), or have been woken (false)."""
 
     replicas: tuple[ReplicaId, ...]
     asleep: bool
 
 
 class AdapterLoaded(_Tagged, frozen=True):
-    """Change: requests may name an adapter."""
+    """Operator's change: a LoRA adapter has been loaded, so requests may name it as their model."""
 
     adapter: Adapter
 
 
 class AdapterUnloaded(_Tagged, frozen=True):
-    """Change: requests may not name an adapter any more; also used for adapters of `--lora-modules`."""
+    """Operator's change: requests may not name a LoRA adapter any more; it may also be one of `--lora-modules`."""
 
     name: str
 
@@ -73,7 +77,7 @@ Change = ReplicasSlept | AdapterLoaded | AdapterUnloaded
 
 
 class OperatorState(msgspec.Struct, frozen=True):
-    """The result of all changes by operators since the start.
+    """The sleeping replicas and the LoRA adapters of a deployment, after all changes by operators since its start.
 
     Attributes:
         asleep: replicas that sleep.
@@ -86,7 +90,7 @@ class OperatorState(msgspec.Struct, frozen=True):
     unloaded: frozenset[str] = frozenset()
 
     def after(self, change: Change) -> OperatorState:
-        """Return the state with a change applied."""
+        """Return a new state, with a change applied."""
         match change:
             case ReplicasSlept(replicas, asleep):
                 return replace(self, asleep=self.asleep | {*replicas} if asleep else self.asleep - {*replicas})
@@ -102,24 +106,32 @@ NOTHING_CHANGED = OperatorState()
 
 
 class OperatorChanges:
-    """The operator state in the head, and for each pending change the API servers that have not applied it yet."""
+    """The head's `OperatorState`, and the pending changes, each with the API servers that have not applied it yet.
+
+    A change is pending until all API servers have applied it or have died.
+    """
 
     def __init__(self) -> None:
         self.state = NOTHING_CHANGED
         self._missing: dict[str, set[int]] = {}
 
     def make(self, change_id: str, change: Change, servers: Iterable[int]) -> None:
-        """Apply a change to the state. It is pending until `applied` has been called for each of these API servers."""
+        """Apply a change to the state, and make it pending.
+
+        Args:
+            change_id: unique id of the change.
+            servers: indices of the API servers that must apply the change (`applied`).
+        """
         self.state = self.state.after(change)
         self._missing[change_id] = set(servers)
 
     def applied(self, server: int, change_id: str) -> list[str]:
-        """Record that an API server has applied a change. Return the ids of the changes that are complete now."""
+        """Record that an API server has applied a change. Return the ids of the changes that are no longer pending."""
         self._missing.get(change_id, set()).discard(server)
         return self._complete()
 
     def server_lost(self, server: int) -> list[str]:
-        """Stop waiting for an API server that has died. Return the ids of the changes that are complete now."""
+        """Stop waiting for an API server that has died. Return the ids of the changes that are no longer pending."""
         for missing in self._missing.values():
             missing.discard(server)
         return self._complete()
@@ -136,20 +148,30 @@ class OperatorChanges:
 
 
 class ReplicaStarting(_Tagged, frozen=True):
-    """Head to API server: a replica will start."""
+    """Head to API server: a replica is about to start, so requests may wait for it."""
 
     replica: ReplicaId
 
 
 class ReplicaStarted(_Tagged, frozen=True):
-    """Head to API server: the process id of a replica that was announced before its process existed."""
+    """Head to API server: the process id of a replica. Sent if the replica's process did not exist when the API server
+    started, because replicas that share a device start one after the other.
+    """
 
     replica: ReplicaId
     pid: int
 
 
 class ReplicaReady(_Tagged, frozen=True):
-    """Head to API server: a replica is ready. The file descriptors of the two listeners it has connected to follow."""
+    """Head to API server: a replica is ready, and the API server must connect to it.
+
+    The replica has connected to two listening sockets, whose file descriptors follow the message.
+
+    Attributes:
+        host, pid: the replica's host, and its process id.
+        restarts: number of restarts of processes with the replica's name.
+        input, output: ZeroMQ addresses of the listening sockets for requests and outputs.
+    """
 
     replica: ReplicaId
     host: str
@@ -160,14 +182,18 @@ class ReplicaReady(_Tagged, frozen=True):
 
 
 class ReplicaConnected(_Tagged, frozen=True):
-    """API server to head: the ready response of a connected replica, for API servers that are restarted later."""
+    """API server to head: the API server has connected to a replica.
+
+    An engine sends its ready response (vLLM's) only once. The head keeps `ready_response` for API servers that are
+    restarted later.
+    """
 
     replica: ReplicaId
     ready_response: bytes
 
 
 class ReplicaEnded(_Tagged, frozen=True):
-    """Head to API server: a replica has ended; `again` if it will be restarted."""
+    """Head to API server: a replica's process has ended; `again`: it will be restarted."""
 
     replica: ReplicaId
     reason: str
@@ -190,7 +216,9 @@ class Servers(_Tagged, frozen=True):
 
 
 class ServerLost(_Tagged, frozen=True):
-    """Head to API server: API server `index` died at the Unix time `at` (s); replicas must abort its requests."""
+    """Head to API server: API server `index` died at the Unix time `at` (s). The receiver makes all replicas abort the
+    requests of the dead API server.
+    """
 
     index: int
     at: float
@@ -201,14 +229,14 @@ class ServerReady(_Tagged, frozen=True):
 
 
 class OperatorChange(_Tagged, frozen=True):
-    """API server to head, then head to all API servers: an operator's change. `id` is unique."""
+    """API server to head, then head to all API servers: apply an operator's change. `id` is a unique text."""
 
     id: str
     change: Change
 
 
 class ChangeApplied(_Tagged, frozen=True):
-    """API server to head: it has applied a change. Head to API server: all API servers have applied it."""
+    """The change `id` has been applied: API server to head, by the sender; head to API server, by all API servers."""
 
     id: str
 
@@ -236,13 +264,13 @@ def decode(data: bytes) -> Message:
 
 
 def send_descriptors(pipe: Connection, descriptors: Sequence[int]) -> None:
-    """Send file descriptors through a duplex pipe, after a message that announces them."""
+    """Send file descriptors through a duplex pipe. The caller has just sent a message that announces them."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as channel:
         reduction.sendfds(channel, list(descriptors))
 
 
 def receive_descriptors(pipe: Connection, count: int) -> list[int]:
-    """Receive announced file descriptors. The caller must close them.
+    """Receive the `count` file descriptors that a received message has announced. The caller must close them.
 
     Waits for the descriptors, because they may arrive after their message and an event loop may have made the pipe
     non-blocking.
@@ -257,8 +285,8 @@ class SharedCounters:
 
     Attributes:
         loads: open connections per API server. The server with the fewest accepts the next connection.
-        admitted: unfinished requests per API server, laid out as vLLM's admission control does: `--max-num-queued-reqs`
-            limits the sum.
+        admitted: unfinished requests per API server, in the layout of vLLM's `SharedAdmissionStats`.
+            `--max-num-queued-reqs` limits their sum.
     """
 
     def __init__(self, servers: int) -> None:

@@ -71,27 +71,31 @@ LOCAL_FIELDS = frozenset(
         "served_model_name",
     }
 )
-"""`EngineArgs` fields in which replicas of one stage may differ. All others change results or messages."""
+"""`EngineArgs` fields in which replicas of one stage may differ. All other fields are in `config_hash`, because they
+change results or messages."""
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _CONFIG = "config.json"
 _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version"})
-"""Keys of `config.json` that are not compared: its path, and the version of Transformers that wrote it."""
+"""Keys of `config.json` that are not compared: the checkpoint's path, and the version of Transformers that wrote the
+file."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""Number of samples of a weight file, and bytes of each. A fine-tuned model has the same names and sizes, so that only
-the samples distinguish it."""
+"""Number of samples of a weight file that are hashed, and bytes of each sample. A fine-tuned model has the same tensor
+names and sizes as its base, so that only the samples distinguish them."""
 
 
 def config_hash(plan: Plan, stage_name: str) -> str:
-    """Return the hash of all settings that must be equal in all replicas of a stage: 16 hexadecimal digits.
+    """Return a hash of all settings that must be equal in all replicas of a stage: 16 hexadecimal digits.
 
-    The hash does not include memory, devices, logging, default parameters and the number of replicas.
+    A headless node sends the hash when one of its replicas joins a head. The hash does not include memory, devices,
+    logging, default parameters and the number of replicas.
 
     Raises:
         UnknownMember: no such stage.
-        ConfigError: the text of an engine argument differs between processes.
+        ConfigError: an engine argument is an object whose text differs between processes, so that it cannot be
+            compared.
     """
     stage = plan.stage(stage_name)
     path = f"{stage_path(stage.name)}.engine"
@@ -149,7 +153,7 @@ def _without_noise(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weight_file(path: Path) -> list[Any]:
-    """Return a file's name, its size, and the hash of evenly spread samples from its start to its end."""
+    """Return [name of a weight file, its size in bytes, hash of evenly spread samples from its start to its end]."""
     size = path.stat().st_size
     last = max(0, size - _SAMPLE_BYTES)
     found = hashlib.sha256()
@@ -161,7 +165,7 @@ def _weight_file(path: Path) -> list[Any]:
 
 
 def _without_places(additional: Any) -> Any:
-    """Return vLLM's `additional_config` without the fields of connectors that may differ between hosts."""
+    """Return vLLM's `additional_config` without the connector settings that may differ between hosts (`LOCAL`)."""
     ends = {key: additional[key] for key in (OUTGOING, INCOMING) if key in additional}
     agreed = {
         key: {edge: {k: v for k, v in fields.items() if k not in LOCAL} for edge, fields in edges.items()}
@@ -171,7 +175,11 @@ def _without_places(additional: Any) -> Any:
 
 
 def _plain(path: str, value: Any) -> Any:
-    """Convert a value to plain JSON data that has the same text in every process."""
+    """Convert an engine argument to plain JSON data that has the same text in every process.
+
+    Args:
+        path: path of the value in the configuration, for the ConfigError about a value without such a text.
+    """
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):

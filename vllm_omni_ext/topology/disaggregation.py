@@ -1,4 +1,7 @@
-"""Splits a stage with `prefill_decode` into a prefill and a decode stage, with a KV edge between them. Pure."""
+"""Splits each stage with `prefill_decode` into a prefill stage and a decode stage. Pure.
+
+The KV caches of prompts are sent from the prefill stage to the decode stage.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, Om
     """Split every stage that has `prefill_decode` and is not split yet.
 
     Returns:
-        A pipeline with `X.prefill` and `X.decode` in the place of X, in this order, and a configuration with settings
-        for both and none for X. If there is no stage to split, both are returned unchanged.
+        The pipeline with the stages `X.prefill` and `X.decode`, in this order, in place of each split stage X, and the
+        configuration with settings for both stages and none for X. If there is no stage to split, both are returned
+        unchanged.
 
     Raises:
         ConfigError: a stage cannot be split, or its settings contradict each other.
@@ -42,19 +46,21 @@ def expand(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, Om
 
 
 def transfer_settings(split: PrefillDecode) -> TransferSettings:
-    """Return the KV connector settings for the engines of both sides; null keys get the defaults of the class."""
+    """Return the settings of the KV connector for both sides. Null keys have the defaults of `TransferSettings`."""
     given = {f.name: getattr(split, f.name) for f in fields(TransferSettings)}
     return TransferSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_pairs(edges: tuple[EdgeSpec, ...], engine_args: Mapping[str, Mapping[str, Any]], config: OmniConfig) -> None:
-    """Check that the target of each KV edge can use the KV cache of its source.
+    """Check that the decode stage of each split stage can use the KV caches of the prefill stage.
 
     Args:
+        edges: edges of the pipeline; those of kind "kv" lead from a prefill to a decode stage.
         engine_args: `EngineArgs` fields by stage.
 
     Raises:
-        ConfigError: engine arguments of the two differ; the message starts with the path of the target's argument.
+        ConfigError: engine arguments of the two stages differ; the message starts with the path of the decode stage's
+            argument.
     """
     for edge in edges:
         split = config.stage(edge.target).prefill_decode
@@ -111,7 +117,11 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: TransferS
 
 
 def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
-    """Return an edge of a split stage, connected to a side: prefill for its inputs and tensors, decode for tokens."""
+    """Return an edge with the split stage `stage` replaced by one of its sides, if the edge begins or ends there.
+
+    Input is sent to the prefill side. Tensors (e.g. hidden states of a prompt) are sent by the prefill side, tokens by
+    the decode side.
+    """
     source, target = edge.source, edge.target
     if source == stage:
         source = side_name(stage, PREFILL if edge.kind == "tensors" else DECODE)
@@ -132,7 +142,7 @@ def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: Pref
 
 
 def _side(stage: StageConfig, split: PrefillDecode, side: ReplicasConfig) -> StageConfig:
-    """Return the settings of a side: those of the split stage, overridden by the side's own."""
+    """Return the settings of one side of a split stage: the stage's own, overridden by those in `side`."""
     own = {name: getattr(side, name) for name in ("lb_policy", "kv_cache_bytes", "cpu_threads")}
     return replace(
         stage,

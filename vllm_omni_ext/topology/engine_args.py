@@ -1,6 +1,6 @@
-"""Merges the engine arguments of a stage: the user's from file, flags and overrides, and the pipeline's. Pure.
+"""Merges the engine arguments of a stage: those of the user, from file, flags and overrides, and the pipeline's. Pure.
 
-An argument is used, or refused with an error; none is dropped.
+Each argument of the user is used, or refused with an error.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ SHARED_FIELDS = frozenset(
         "use_tqdm_on_load",
     }
 )
-"""Stock flags about the whole model or the whole server, which apply to every stage. All other stock flags apply only
-to the frontend.
-"""
+"""`EngineArgs` fields about the whole model or the whole server, whose `vllm serve` flags apply to every stage. All
+other flags of vLLM apply only to the frontend, i.e. to the stage whose tokenizer and chat template the server uses."""
 
 COMPILATION = "compilation_config"
 """Name of the engine argument with vLLM's compilation settings."""
@@ -56,7 +55,7 @@ BY_PRIORITY = "priority"
 """vLLM's scheduling policy that orders requests by their priority, the lowest first."""
 
 Connections = Mapping[str, Mapping[str, Any]]
-"""Fields of `ConnectorConfig` by the name of the edge."""
+"""Settings of connectors, which transfer tensors between stages, by the name of the edge between two stages."""
 
 _ONE_HOST = "a replica runs on one host; remove it"
 _REPLICAS = "write {path}.replicas instead (docs/operations.md, Data parallelism)"
@@ -73,7 +72,7 @@ DATA_PARALLEL: Mapping[str, object] = {
     "data_parallel_multi_port_external_lb": False,
     "enable_elastic_ep": False,
 }
-"""Engine fields of vLLM's data parallelism, which a stage's replicas replace; each with the only accepted value."""
+"""`EngineArgs` fields of vLLM's data parallelism, each with the only accepted value. A stage has replicas instead."""
 
 _RESERVED: Mapping[str, tuple[str, object]] = {
     "model": ("the model is given once, on the command line; remove it", None),
@@ -85,18 +84,22 @@ _RESERVED: Mapping[str, tuple[str, object]] = {
     "_api_process_count": (_API, 1),
     "_api_process_rank": (_API, 0),
 }
-"""Engine fields that the plan sets: each with the advice in the error, and the only accepted value."""
+"""`EngineArgs` fields that a user may not set: (advice for the error text, the only accepted value)."""
 
 _INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_size instead"}
-"""The advice in the error for a field that a pipeline sets, instead of "remove it"."""
+"""Advice for the error text by field, if a user sets a field that the pipeline sets. Other fields: "remove it"."""
 
 
 def user_engine_args(
     spec: StageSpec, stage: ReplicasConfig, text_args: Mapping[str, Any], takes_stock_flags: bool
 ) -> dict[str, Any]:
-    """Return the user's engine arguments of a stage: the file's, overridden by stock flags, then `--stage-overrides`.
+    """Return the engine arguments of a stage that the user has set.
+
+    Stock `vllm serve` flags override those in the stage config file, and `--stage-overrides` override both.
 
     Args:
+        stage: the stage's settings.
+        text_args: values of stock flags by `EngineArgs` field, only those that the user has set.
         takes_stock_flags: all stock flags apply to the stage; otherwise only those in `SHARED_FIELDS`.
 
     Raises:
@@ -122,14 +125,24 @@ def user_engine_args(
 
 
 def check_policy(spec: StageSpec, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a stage does not schedule by priority, which batches need."""
+    """Raise ConfigError if the scheduling policy in a stage's engine arguments is not `priority`.
+
+    Called if `batch_dir` is set: requests of `/v1/batches` are scheduled after live requests.
+    """
     if args["scheduling_policy"] != BY_PRIORITY:
         path = f"{stage_path(spec.name)}.engine.scheduling_policy"
         raise ConfigError(f"{path}: must be {BY_PRIORITY} with batch_dir, got {args['scheduling_policy']!r}; remove it")
 
 
 def parallel_size(path: str, field: str, args: Mapping[str, Any]) -> int:
-    """Return `tensor_parallel_size` or `pipeline_parallel_size`; ConfigError if it is not an integer >= 1."""
+    """Return the engine argument `field`, `tensor_parallel_size` or `pipeline_parallel_size`; 1 if it is not set.
+
+    Args:
+        path: path of the stage in the configuration, for the error.
+
+    Raises:
+        ConfigError: the value is not an integer >= 1.
+    """
     value = args.get(field, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{path}.engine.{field}: must be an integer >= 1, got {value!r}")
@@ -167,7 +180,7 @@ def with_custom_ops(args: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
 
 
 def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
-    """Return the connector settings of a pipeline's tensor edges, by the name of the edge.
+    """Return the connector settings of the edges over which a pipeline's stages send tensors, by the name of the edge.
 
     Raises:
         ConfigError: an edge is unknown, or a setting is wrong; the message starts with the path.
@@ -181,9 +194,16 @@ def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[st
 
 
 def connector_config(pipeline: PipelineSpec, stage: StageSpec, connected: Connections) -> dict[str, Any]:
-    """Return a stage's connectors for vLLM's `additional_config`; empty if no tensor edge begins or ends at the stage.
+    """Return the connector settings that a stage's engines get in vLLM's `additional_config`.
 
     Both sides of a split stage can send tensors: decode replicas compute prompts while there is no prefill replica.
+
+    Args:
+        connected: result of `connections`.
+
+    Returns:
+        Settings by the name of the edge, under `OUTGOING` for edges that begin at the stage, and under `INCOMING` for
+        edges that end there. A key without edges is missing.
     """
     edges = [edge for edge in pipeline.edges if edge.name in connected]
     whole = {spec.name: spec.model_stage for spec in pipeline.stages}

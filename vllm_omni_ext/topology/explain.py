@@ -16,7 +16,7 @@ CACHE_TYPE, SHARED_CACHE = "mm_processor_cache_type", "shm"
 """vLLM's engine argument for the multimodal processor cache, and its value for a cache in shared memory."""
 
 _PARTS = ("weights", "activations", "graphs", "buffers", "context")
-"""Attributes of `Need` that are shown for each replica."""
+"""Attributes of `topology.memory.Need` that the memory table has for each replica, in bytes."""
 
 _COLUMNS = ("GiB", "weights", "KV cache", "activations", "graphs", "buffers", "context", "sum", "KV tokens")
 _ROW = "  {:<{names}}{:>9}{:>10}{:>13}{:>8}{:>9}{:>9}{:>8}{:>12}"
@@ -26,7 +26,11 @@ _SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
 
 
 def explain(plan: Plan, headless: Headless | None = None) -> str:
-    """Return the plan as text: process tree, edges, settings, memory, and each stage's changes to vLLM's defaults."""
+    """Return the plan as text: process tree, edges, settings, memory, and each stage's changes to vLLM's defaults.
+
+    Args:
+        headless: settings of the process if it runs replicas that join another server's head; else None.
+    """
     lines = [f"model     {plan.model}", f"pipeline  {plan.pipeline}", f"machine   {_machine(plan)}", "", "processes"]
     lines += [f"  {line}" for line in _processes(plan, headless)]
     lines += ["", "hand-overs"]
@@ -40,7 +44,7 @@ def explain(plan: Plan, headless: Headless | None = None) -> str:
 
 
 def as_json(plan: Plan, headless: Headless | None = None) -> dict[str, Any]:
-    """Return the plan as plain JSON data, with the same content as `explain`."""
+    """Return the plan as plain JSON data, with the same content as the text of `explain`."""
     config = asdict(plan.config)
     del config["stages"]
     return {
@@ -85,7 +89,10 @@ def _edge(plan: Plan, edge: EdgeSpec) -> str:
 
 
 def unshared_caches(plan: Plan) -> list[str]:
-    """Return lines for the user about multimodal processor caches that processes cannot share in this plan."""
+    """Return a line for each reason why processes of this plan cannot share a multimodal processor cache.
+
+    The server prints the lines when it starts.
+    """
     lines = []
     if plan.api_servers > 1:
         lines.append(f"{plan.api_servers} API servers, each with its own multimodal processor cache; none is shared")
@@ -173,7 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def memory_lines(sheets: Sequence[Sheet]) -> list[str]:
-    """Return a block of lines for each device: the memory of each replica, and the free memory, in GiB."""
+    """Return a table of the memory of each replica, and the free memory, in GiB: a block of lines for each device."""
     names = max([len("free"), *(len(share.replica) for sheet in sheets for share in sheet.shares)])
     lines = []
     for sheet in sheets:

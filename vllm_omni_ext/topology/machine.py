@@ -21,7 +21,7 @@ MAX_NUM_SEQS = 16
 """Default of `max_num_seqs` on a CPU machine."""
 
 SMALL_CACHE_BYTES = 32 << 20
-"""Smallest KV cache in bytes that is computed from the model's sizes: enough for many short sequences."""
+"""Smallest KV cache in bytes that `cpu_defaults` computes from the model's sizes: enough for many short sequences."""
 
 SPARE_TOKENS = 512
 """Tokens of a KV cache in addition to one sequence of full length: vLLM keeps a block for itself and rounds up."""
@@ -31,7 +31,7 @@ SMALLEST_CACHE_BYTES = 16 << 20
 would claim most of the memory when it starts."""
 
 THREADS = "OMP_NUM_THREADS"
-"""Environment variable with a replica's number of compute threads."""
+"""Environment variable with the number of OpenMP threads of a replica."""
 
 CACHE_PART_OF_MEMORY = 0.5
 """Fraction of the host's memory that all KV caches together may take by default."""
@@ -42,6 +42,8 @@ class Machine:
     """The hardware of a host that runs replicas.
 
     Attributes:
+        device_count: number of CUDA devices.
+        cpu_count: number of cores that this process may use.
         memory_bytes: memory of the host, not of its devices.
         device_bytes: memory of each CUDA device as NVML reports it; empty if not known.
     """
@@ -54,15 +56,15 @@ class Machine:
 
 
 def parse_machine(text: str, here: Machine) -> Machine:
-    """Return the machine that a text describes (`--machine`).
+    """Return the machine that the value of `--machine` describes.
 
     Args:
-        text: `cuda:SIZExCOUNT` with the size of each device as `nvidia-smi` shows it, in GiB or MiB, and their number
-            (1 if left out); or `cpu`.
-        here: this machine, whose cores and host memory the result has.
+        text: `cuda:SIZExCOUNT` with the size of each device as `nvidia-smi` shows it, in GiB or MiB, and the number of
+            devices (1 if left out); or `cpu`.
+        here: this machine; the result has its cores and host memory.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: the text has neither form.
     """
     if text == "cpu":
         return replace(here, platform="cpu", device_count=0, device_bytes=())
@@ -74,13 +76,14 @@ def parse_machine(text: str, here: Machine) -> Machine:
 
 
 def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas: int) -> dict[str, Any]:
-    """Return the default `EngineArgs` of a replica on a CPU machine.
+    """Return the default `EngineArgs` fields of a replica on a CPU machine.
 
     If the model's sizes are known, the KV cache has room for one sequence of full length, but at most the replica's
     share of half of the memory. If that is too little, `max_model_len` is lowered to the length that fits.
 
     Args:
-        replicas: number of replicas of all stages.
+        facts: sizes of the stage in the checkpoint.
+        replicas: number of replicas of all stages on this machine.
     """
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -99,7 +102,14 @@ def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas:
 
 
 def cpu_environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[str, str]:
-    """Return a replica's environment: one process without workers, threads for its share of the cores, not pinned."""
+    """Return environment variables of a replica on a CPU machine.
+
+    They make vLLM run the worker in the engine's process, with threads for the replica's share of the cores, which are
+    not pinned to cores.
+
+    Args:
+        replicas: number of replicas of all stages on this machine.
+    """
     threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
     return {THREADS: str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 

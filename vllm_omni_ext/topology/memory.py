@@ -20,24 +20,22 @@ measures free memory, so that `gpu_memory_utilization` does not include it.
 """
 
 COMMUNICATION_BYTES = GIB
-"""NCCL's channels and vLLM's buffers for all-reduce, if a replica has several devices. An estimate. They are allocated
-before vLLM measures free memory too.
-"""
+"""NCCL's channels and vLLM's buffers for all-reduce, if a replica has several devices. An estimate. Like the CUDA
+context, they are allocated before vLLM measures free memory."""
 
 LIBRARY_BYTES = 512 * MIB
 """Workspaces of libraries in each process: 394 MiB for FlashInfer's attention
 (`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`), the rest for cuBLAS and cuDNN."""
 
 GRAPH_LAYER_BYTES = 512 << 10
-"""Bytes of one layer in one captured CUDA graph, an estimate. vLLM logs 0.5 to 0.85 GiB for 67 sizes of models with 32
-to 36 layers, which is half of this value; the other half is for layers with experts.
-"""
+"""Bytes of one layer in one captured CUDA graph, an estimate. For models with 32 to 36 layers, vLLM logs 0.5 to 0.85
+GiB for 67 graphs, i.e. about half of this value for a layer and graph; the other half is for layers with experts."""
 
 MOST_CAPTURED_TOKENS = 512
 """Largest batch that vLLM captures by default, in tokens: twice `max_num_seqs`, and at most this."""
 
 LOGIT_BYTES = 18
-"""Bytes per logit at the peak of sampling: 2 in 16 bits, and 4 each in float32, scaled, as probability and sorted."""
+"""Bytes per logit at the peak of sampling: 2 for 16 bits, 4 each for float32, scaled, probability and sorted."""
 
 COUNT_BITS = 33
 """Bits per vocabulary entry of each sequence for penalties: an int32 count and one bit for the prompt."""
@@ -60,28 +58,30 @@ ONLINE_BYTES: Mapping[str, float] = {
 """Bytes per weight by `EngineArgs.quantization`, for the methods that vLLM applies to any checkpoint while loading."""
 
 DRIVER_BYTES = int(0.8 * GIB)
-"""Memory of the driver: the total that a process gets from CUDA is lower than NVML's by this (0.4 GiB on a small card,
-0.8 on an A100)."""
+"""Memory of the driver in bytes. CUDA reports a lower total to a process than NVML by this value (0.4 GiB on a small
+card, 0.8 on an A100)."""
 
 MARGIN = 0.02
 """Fraction of `Sheet.visible` that is kept free for fragmentation and for errors of the estimates."""
 
 DEFAULT_UTILIZATION = 0.92
-"""vLLM's default `gpu_memory_utilization`. A replica alone on its devices gets more only if it needs more."""
+"""vLLM's default `gpu_memory_utilization`. A replica that is alone on its devices gets more only if it needs more."""
 
 NOMINAL_DEVICE, NOMINAL_SHARE = 10**24, 10**12
-"""If the sizes of stages or devices are not known, each device is nominal: it has `NOMINAL_DEVICE` bytes. A replica
-needs `gpu_share` of its stage times `NOMINAL_SHARE` bytes. The rest is divided in the same proportion."""
+"""Sizes in bytes for a plan for which the real sizes of stages or devices are not known. Each device is assumed to have
+`NOMINAL_DEVICE` bytes (a nominal device), and each replica to need `NOMINAL_SHARE` times its stage's
+`StageSpec.gpu_share`. The remaining memory is divided in proportion to `gpu_share`."""
 
 SHARED_DEVICE_MEMORY = 0.9
-"""Fraction of a nominal device that its replicas get together; the remainder is for CUDA contexts."""
+"""Fraction of a nominal device (see `NOMINAL_DEVICE`) that all its replicas get together; CUDA contexts take the
+remainder."""
 
 
 class DoesNotFit(ConfigError):
     """A device is too small for its replicas.
 
     Args:
-        sheets: all devices, with the smallest possible KV cache of each replica.
+        sheets: the memory of each replica on all devices, with the smallest possible KV caches.
     """
 
     def __init__(self, message: str, sheets: Sequence[Sheet]) -> None:
@@ -117,7 +117,7 @@ class Need:
 
     @property
     def fixed(self) -> int:
-        """Return the bytes within `gpu_memory_utilization`, without the KV cache."""
+        """Return the bytes that vLLM counts in `gpu_memory_utilization`, without the KV cache and the CUDA context."""
         return self.weights + self.activations + self.graphs + self.buffers
 
     @property
@@ -131,7 +131,8 @@ def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -
     """Return the memory that a replica needs on each of its devices.
 
     Args:
-        args: the resolved `EngineArgs` fields of the stage.
+        facts: sizes of the stage in the checkpoint.
+        args: the stage's `EngineArgs` fields: those of the user, with the defaults of the pipeline and the machine.
         media: most tokens that the encoder computes in one step; None: as many as one sequence may have.
     """
     tensor, pipeline = int(args.get("tensor_parallel_size", 1)), int(args.get("pipeline_parallel_size", 1))
@@ -162,7 +163,11 @@ def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -
 
 
 def nominal_need(share: float) -> Need:
-    """Return the memory that a replica needs on a nominal device, if its stage has this `gpu_share`."""
+    """Return the memory that a replica needs on a nominal device (see `NOMINAL_DEVICE`).
+
+    Args:
+        share: `StageSpec.gpu_share` of the replica's stage.
+    """
     return Need(kv_token=round(share * NOMINAL_SHARE), block_tokens=1)
 
 
@@ -213,10 +218,10 @@ class Demand:
         need: memory on each device of each replica.
         replicas: 0 = the stage is on other hosts and gets no device, even if `devices` is set.
         tensor_parallel, pipeline_parallel: their product is the number of devices of one replica.
-        devices: `stages.<name>.devices`: all devices of all replicas in order, or only those of the first replica; None
-            = place automatically.
-        utilization: `gpu_memory_utilization`, if the user has set it.
-        kv_bytes: bytes of the KV cache on each device, if the user has set them.
+        devices: `stages.<name>.devices`: comma-separated numbers of all devices of all replicas in order, or only those
+            of the first replica; None = place automatically.
+        utilization: `gpu_memory_utilization`, if the user has set it; else None.
+        kv_bytes: bytes of the KV cache on each device, if the user has set them; else None.
     """
 
     stage: str
@@ -235,27 +240,40 @@ class Demand:
 
     @property
     def kv(self) -> int:
-        """Return the bytes of the smallest KV cache: as the user has set them, or for one sequence of full length."""
+        """Return the bytes of the smallest KV cache: the user's value, or room for one sequence of full length."""
         return self.need.least_kv if self.kv_bytes is None else self.kv_bytes
 
     @property
     def grows(self) -> bool:
-        """Whether the KV cache gets a share of the remaining memory: the user has set no size."""
+        """Whether the KV cache gets a share of a device's remaining memory, because the user has set no size for it."""
         return bool(self.need.kv_token) and self.utilization is None and self.kv_bytes is None
 
     @property
     def size(self) -> int:
-        """Return the bytes that a replica needs at least on a device, without its context."""
+        """Return the bytes that a replica needs at least on a device, without the CUDA context."""
         return self.need.fixed + self.kv
 
     def least(self, visible: int) -> int:
-        """Return `size`, or the fraction of the visible bytes that the user has set as `gpu_memory_utilization`."""
+        """Return the bytes that a replica takes at least on a device, without its CUDA context.
+
+        The result is `size`, or the fraction `gpu_memory_utilization` of `visible` if the user has set it.
+
+        Args:
+            visible: `Sheet.visible` of the device.
+        """
         return self.size if self.utilization is None else int(self.utilization * visible)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The memory of one replica on one device. `kv_bytes` is below `need.least_kv` only if the user has set it."""
+    """The memory of one replica on one device.
+
+    Attributes:
+        replica: id of the replica, such as "STAGE/0".
+        demand: the needs of the replica's stage.
+        kv_bytes: bytes of the KV cache; less than `need.least_kv` only if the user has set the size or
+            `gpu_memory_utilization`.
+    """
 
     replica: str
     demand: Demand
@@ -273,13 +291,19 @@ class Share:
 
     @property
     def total(self) -> int:
-        """Return all bytes of the replica on the device, its context included."""
+        """Return all bytes of the replica on the device, its CUDA context included."""
         return self.need.fixed + self.need.context + self.kv_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """One device, and the memory of each replica on it. `device_bytes` is the device's memory as NVML reports it."""
+    """One device, and the memory of each replica on it.
+
+    Attributes:
+        device: number of the device.
+        device_bytes: the device's memory as NVML reports it.
+        shares: memory of each replica.
+    """
 
     device: int
     device_bytes: int
@@ -287,7 +311,7 @@ class Sheet:
 
     @property
     def nominal(self) -> bool:
-        """Whether the size of the device or the sizes of its stages are not known (see `NOMINAL_DEVICE`)."""
+        """Whether the device has nominal sizes, because the real ones are not known (see `NOMINAL_DEVICE`)."""
         return self.device_bytes == NOMINAL_DEVICE
 
     @property
@@ -297,12 +321,12 @@ class Sheet:
 
     @property
     def usable(self) -> int:
-        """Return the bytes that can be assigned to replicas, contexts included."""
+        """Return the bytes that can be assigned to replicas, their CUDA contexts included."""
         return int(self.visible * (SHARED_DEVICE_MEMORY if self.nominal else 1 - MARGIN))
 
     @property
     def needed(self) -> int:
-        """Return the bytes that the replicas need at least, contexts included."""
+        """Return the bytes that the replicas need at least, their CUDA contexts included."""
         return sum(each.demand.least(self.visible) + each.need.context for each in self.shares)
 
     @property
@@ -320,6 +344,11 @@ def divide(
     of a device is added to its KV caches, in equal numbers of tokens. A replica alone on a device gets at most
     `DEFAULT_UTILIZATION` that way. Values set by the user stay unchanged. All replicas of a stage get the same values:
     those for the device of the stage with the least remaining memory.
+
+    Args:
+        demands: needs of each stage.
+        placed: the devices of each replica, by stage (result of `placement.place`).
+        device_bytes: memory of each device as NVML reports it, or `NOMINAL_DEVICE`.
 
     Returns:
         `gpu_memory_utilization` by stage, where it differs from vLLM's default, and a `Sheet` for each device.
@@ -350,7 +379,16 @@ def divide(
 def _least(
     number: int, size: int, demands: Sequence[Demand], placed: Mapping[str, tuple[tuple[int, ...], ...]]
 ) -> Sheet:
-    """Return a device whose KV caches have their smallest size, or fill the `gpu_memory_utilization` of the user."""
+    """Return the `Sheet` of a device with the smallest KV cache of each replica.
+
+    If the user has set `gpu_memory_utilization` and no size, the KV cache gets the memory that is left within this
+    value.
+
+    Args:
+        number: number of the device.
+        size: memory of the device as NVML reports it, or `NOMINAL_DEVICE`.
+        placed: see `divide`.
+    """
     sheet, shares = Sheet(device=number, device_bytes=size, shares=()), []
     for demand in demands:
         kv = demand.kv
@@ -363,7 +401,7 @@ def _least(
 
 
 def _extra_tokens(demand: Demand, sheet: Sheet) -> int:
-    """Return the number of tokens that can be added to each KV cache of a device that grows."""
+    """Return the number of tokens that can be added to each KV cache of a device for which `Demand.grows` is true."""
     room = sheet.usable - sheet.needed
     if len(sheet.shares) == 1:
         default = int(DEFAULT_UTILIZATION * sheet.visible) - demand.size
@@ -372,7 +410,10 @@ def _extra_tokens(demand: Demand, sheet: Sheet) -> int:
 
 
 def _utilization(demand: Demand, take: int, sheets: Sequence[Sheet]) -> float | None:
-    """Return the `gpu_memory_utilization` for `take` bytes on the stage's devices; None for vLLM's default."""
+    """Return the `gpu_memory_utilization` with which a stage's replicas get `take` bytes on each device.
+
+    None: vLLM's default is enough. `sheets` are the devices of the stage.
+    """
     sizes = {sheet.visible for sheet in sheets}
     default = DEFAULT_UTILIZATION * min(sizes)
     alone = all(len(sheet.shares) == 1 for sheet in sheets)
@@ -414,8 +455,9 @@ def _check_user_values(sheet: Sheet) -> None:
 def _check_fits(sheets: Sequence[Sheet]) -> None:
     """Raise DoesNotFit for the device that lacks the most bytes.
 
-    If the user has set the `gpu_memory_utilization` of all replicas of a device, only their sum is checked. A nominal
-    device is too small if the values that the user has set leave less than 0.01 of it to the other replicas.
+    If the user has set the `gpu_memory_utilization` of all replicas of a device, only their sum is checked
+    (ConfigError). A nominal device (see `NOMINAL_DEVICE`) is too small if the values that the user has set leave less
+    than 0.01 of it to the other replicas.
     """
     short: list[Sheet] = []
     for sheet in sheets:
@@ -459,5 +501,5 @@ def _too_small(sheet: Sheet) -> str:
 
 
 def gib(size: int) -> str:
-    """Return bytes as text in GiB with one decimal."""
+    """Return a number of bytes as text in GiB, with one decimal and without the unit."""
     return f"{size / GIB:.1f}"

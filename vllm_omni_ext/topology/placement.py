@@ -1,8 +1,8 @@
 """Assigns CUDA devices to replicas, and determines the order in which replicas start. Pure.
 
 Replicas that share a device start one after the other, all others at the same time. vLLM computes the size of a KV
-cache from the device's free memory before it loads the weights and after its profile run. Memory that another replica
-allocates or frees in between would be counted as this replica's.
+cache from the device's free memory before it loads the weights and after its profile run. If two replicas started at
+once, vLLM would count memory that one allocates or frees in between as the other's.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from vllm_omni_ext.topology.plan import Plan, ReplicaPlan
 Devices = tuple[int, ...]
 
 WHOLE_DEVICE = 1.0
-"""Fraction of a device's memory that a replica is assumed to take without `gpu_memory_utilization` in its plan."""
+"""Fraction of a device that `start_order` assumes for a replica whose plan has no `gpu_memory_utilization`."""
 
 
 def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devices, ...]]:
     """Return the devices of every replica, by stage.
 
-    Configured devices are used as written. If only the first replica's devices are configured, each further replica
-    gets the next ones: '0,1' makes 0,1 and 2,3. Replicas without configured devices follow in stage order. Each gets
-    the devices with the least memory assigned so far. With enough devices, every replica has its own.
+    Devices that the user has configured are used as written. If only the first replica's devices are configured, each
+    further replica gets the next ones: '0,1' makes 0,1 and 2,3. Replicas without configured devices follow in stage
+    order. Each gets the devices with the least memory assigned so far. With enough devices, every replica has its own.
+
+    Args:
+        demands: memory and number of devices that each stage needs.
+        device_count: number of devices of this machine.
 
     Raises:
         ConfigError: the number of configured devices is wrong, or a device does not exist.
@@ -104,10 +108,10 @@ def _arithmetic(demand: Demand) -> str:
 
 
 def start_order(plan: Plan) -> list[ReplicaId]:
-    """Return the ids of all replicas in start order: the largest device memory first, equal ones in the plan's order.
+    """Return the ids of all replicas in start order: those with the most device memory first, equals in plan order.
 
     The largest replica starts first because loading and profiling temporarily need more memory than the replica keeps
-    (weights that are quantized while they are read, activations of the profile run), and an empty device has it. A
+    (weights that are quantized while they are read, activations of the profile run). An empty device has this memory. A
     model that does not fit is also detected before another replica starts on the device.
     """
 
@@ -124,9 +128,12 @@ def devices_of(plan: Plan) -> dict[ReplicaId, tuple[int, ...]]:
 
 
 def longest_sequence(devices: Mapping[ReplicaId, Sequence[int]]) -> int:
-    """Return the largest number of replicas that start one after the other, if all enter `Turns` in this order.
+    """Return the largest number of replicas that start one after the other because they share devices; at least 1.
 
-    The result is at least 1.
+    The longest possible wait for the last of them is this number times the start timeout.
+
+    Args:
+        devices: devices of every replica, in the order in which the replicas enter `Turns`.
     """
     last: dict[int, int] = {}
     for used in devices.values():
@@ -145,15 +152,19 @@ class Turns:
     def __init__(self, devices: Mapping[ReplicaId, Sequence[int]]) -> None:
         self._devices = {replica: frozenset(used) for replica, used in devices.items()}
         self._queue: dict[ReplicaId, bool] = {}
-        """Replicas that wait (False) or are starting (True), in order of arrival."""
+        """For each replica in order of arrival: whether it is starting (True) or waits (False)."""
 
     def enter(self, replica: ReplicaId) -> list[ReplicaId]:
-        """Queue a replica; return it in a list if it may start now. Otherwise `leave` will return it."""
+        """Add a replica that is to be started.
+
+        Returns:
+            [replica] if it may start now; an empty list if it must wait until `leave` returns it.
+        """
         self._queue[replica] = False
         return self._next()
 
     def leave(self, replica: ReplicaId) -> list[ReplicaId]:
-        """Remove a replica that has started or waits no longer; return the replicas that may start now, in order."""
+        """Remove a replica that has started or has failed. Return the waiting replicas that may start now, in order."""
         self._queue.pop(replica, None)
         return self._next()
 

@@ -1,4 +1,7 @@
-"""Data classes of a plan: frozen, and picklable, because every process of a deployment gets the plan."""
+"""Data classes of a plan, i.e. of the processes that a deployment starts, and their settings.
+
+The classes are frozen, and picklable, because every process of a deployment gets the plan.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,12 @@ class StagePlan:
     Attributes:
         engine_args: `EngineArgs` fields of its replicas, without `model` and devices; missing fields have vLLM's
             default.
-        part_of: for a prefill or decode stage, the stage of the model that was split; else "".
+        part_of: for a prefill or decode stage, the name of the stage that was split into both; else "".
         env: environment variables of the replica processes, on top of the inherited ones.
+        replicas: the replicas that this process starts; others may join.
         params: default parameters of a request: fields of `params_type`.
-        params_type: "pkg.mod:attr" of the type of its parameters (see `plugins.spec.make_params`).
-        accepts: the kind of input that the stage accepts (see `StageSpec`).
+        params_type: "pkg.mod:attr" of the type of the stage's parameters (see `plugins.spec.make_params`).
+        accepts: the kind of input that the stage accepts (see `plugins.spec.StageSpec`).
     """
 
     name: str
@@ -50,7 +54,10 @@ class StagePlan:
 
     @property
     def model_stage(self) -> str:
-        """Return the name of the stage in flows: of a prefill or decode stage, the name of the stage that was split."""
+        """Return the name by which a plugin's flows (`plugins.flow.Flow`) refer to the stage.
+
+        For a prefill or decode stage, this is the name of the stage that was split.
+        """
         return self.part_of or self.name
 
     @property
@@ -61,7 +68,10 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Headless:
-    """Settings of a headless process: it has no API server. Its replicas register at the head, which has API servers.
+    """Settings of a headless process, which starts replicas of one stage for another process's deployment.
+
+    A headless process has no API server. Its replicas register at the head, the process that has started the API
+    servers.
 
     Attributes:
         stage: name of the only stage that it runs.
@@ -81,12 +91,15 @@ class Plan:
     """The processes that a deployment starts, and their settings.
 
     Attributes:
-        family: name of the model's family.
+        family: name of the model's family, which a model plugin declares (`plugins.spec.ModelFamily`).
         pipeline: name of the pipeline, one of the family's.
-        frontend_stage: name in the plan of the frontend (see `frontend`).
+        frontend_stage: name of the stage that `frontend` returns.
         stages: in start order.
-        chunks: sizes of successive chunks, or "all", by the name of the edge; "adaptive": flows may change the sizes.
-        connectors: fields of `ConnectorConfig` by the name of the edge.
+        edges: connections over which a stage's results become another stage's input.
+        api_servers: number of API server processes.
+        chunks: sizes of the successive chunks in which an edge's results are sent, or "all", by the name of the edge.
+            The value of "adaptive" is whether the model plugin may change the sizes.
+        connectors: fields of `connectors.base.ConnectorConfig` by the name of the edge.
         sheets: memory of each replica on each CUDA device; empty on a CPU machine, and where sizes are not known.
     """
 
@@ -108,24 +121,27 @@ class Plan:
         return _member("stage", name, {stage.name: stage for stage in self.stages})
 
     def frontend(self) -> StagePlan:
-        """Return the stage whose config, tokenizer and renderer vLLM's server uses; if split, its decode side."""
+        """Return the stage whose config, tokenizer and renderer vLLM's server uses; its decode stage if it is split."""
         return self.stage(self.frontend_stage)
 
     def sides(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the prefill and decode stages of each split stage, by the name of the split stage."""
+        """Return the names of the prefill and the decode stage of each split stage, by the name of the split stage."""
         whole = dict.fromkeys(stage.part_of for stage in self.stages if stage.part_of)
         return {name: tuple(stage.name for stage in self.stages if stage.part_of == name) for name in whole}
 
     def source_of(self, name: str) -> str | None:
-        """Return the name of the stage that prefills the prompts of a stage; None if the stage does so itself."""
+        """Return the name of the prefill stage of a decode stage; None for any other stage."""
         return next((edge.source for edge in self.edges_to(name) if edge.kind == KV), None)
 
     def model_stage(self, name: str) -> StagePlan:
-        """Return the stage with that name in flows; UnknownMember lists the names of all stages in flows."""
+        """Return the stage to which a plugin's flows (`plugins.flow.Flow`) refer by this name.
+
+        For a split stage, this is the decode stage. UnknownMember lists the names of all such stages.
+        """
         return _member("stage", name, {stage.model_stage: stage for stage in self.model_stages()})
 
     def model_stages(self) -> tuple[StagePlan, ...]:
-        """Return the stages that flows use: all but prefill stages."""
+        """Return all stages to which a plugin's flows (`plugins.flow.Flow`) refer, i.e. all but prefill stages."""
         sources = {edge.source for edge in self.edges if edge.kind == KV}
         return tuple(stage for stage in self.stages if stage.name not in sources)
 

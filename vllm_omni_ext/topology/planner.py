@@ -30,8 +30,8 @@ from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
 from vllm_omni_ext.topology.remedies import MEDIA_FLAG, advice
 
 STAGE_WORKER = "vllm_omni_ext.engine.worker.StageWorker"
-"""Worker of a stage that declares none: vLLM's, which continues a seeded request of a lost replica with the same random
-numbers."""
+"""`worker_cls` of a stage for which neither the plugin nor the user sets one. It is vLLM's worker, but a seeded request
+that is moved from a lost replica continues with the same random numbers."""
 
 CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
 """`api_servers: auto` makes one API server for every 2 cores, because engines need cores too, and at most 8."""
@@ -51,8 +51,10 @@ def make_plan(
     """Return the plan: the processes to start, and their settings.
 
     Args:
-        text_args: the `EngineArgs` fields that the user has set as stock flags or keywords. They apply to the frontend;
-            those in `SHARED_FIELDS` apply to every stage. It may also contain `MEDIA_FLAG`, which is not stock.
+        pipeline: the stages to run, and the edges between them, declared by the model plugin.
+        text_args: the `EngineArgs` fields that the user has set as `vllm serve` flags or keywords. They apply to the
+            frontend (the stage whose tokenizer the server uses); those in `SHARED_FIELDS` apply to every stage. The
+            mapping may also contain `MEDIA_FLAG`, which is not a flag of vLLM.
         facts: sizes of the checkpoint's stages, if known.
         family: name of the model family that the pipeline is from.
         remedies: search for flags with which the model fits, if a device is too small.
@@ -83,12 +85,18 @@ def make_plan(
 
 
 def resolved_params(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[str, Any]]:
-    """Return the default parameters by stage: those of the configuration override those of the pipeline."""
+    """Return the default parameters of requests by stage: those of the configuration override those of the pipeline."""
     return {spec.name: {**spec.defaults, **config.stage(spec.name).params} for spec in pipeline.stages}
 
 
 class _Planner:
-    """Computes one plan: devices and memory of each replica. `replicas`: total number on this host, at least 1."""
+    """Computes one plan: devices and memory of each replica.
+
+    Attributes:
+        user: engine arguments that the user has set, by stage.
+        args: all engine arguments, by stage.
+        replicas: number of replicas of all stages on this host, at least 1.
+    """
 
     def __init__(
         self,
@@ -133,7 +141,7 @@ class _Planner:
         )
 
     def _engine_args(self, spec: StageSpec) -> dict[str, Any]:
-        """Return the engine arguments of a stage; `_devices` adds those for its share of a device's memory."""
+        """Return the engine arguments of a stage; `_devices` adds those for the share of a device's memory later."""
         user, facts, is_frontend = self.user[spec.name], self.facts[spec.name], self.pipeline.takes_stock_flags(spec)
         defaults = dict(spec.cuda_defaults)
         if self.machine.platform == "cpu":
@@ -164,7 +172,12 @@ class _Planner:
         return args
 
     def _devices(self) -> tuple[dict[str, tuple[Devices, ...]], tuple[Sheet, ...]]:
-        """Return the devices of all replicas, and the memory of each device; set the engine arguments for memory."""
+        """Choose the devices of all replicas, and set the engine arguments for their memory.
+
+        Returns:
+            The devices of each replica by stage, and the memory of each device. On a CPU machine and for unknown sizes,
+            the latter is empty.
+        """
         if self.machine.platform == "cpu":
             check_cpu(self.config, self.user, self.machine)
             return {spec.name: ((),) * self.config.stage(spec.name).replicas for spec in self.pipeline.stages}, ()
@@ -181,7 +194,11 @@ class _Planner:
         return placed, sheets
 
     def _demand(self, spec: StageSpec, *, known: bool) -> Demand:
-        """Return the devices and memory that a stage needs; `known=False`: sizes are not known, `gpu_share` is used."""
+        """Return the devices and memory that a stage needs.
+
+        Args:
+            known: the sizes of stages and devices are known; otherwise `StageSpec.gpu_share` is used.
+        """
         stage, args = self.config.stage(spec.name), self.args[spec.name]
         media = self.config.limits.max_media_tokens if self.pipeline.takes_stock_flags(spec) else None
         path = stage_path(spec.name)
@@ -212,11 +229,11 @@ class _Planner:
 
 
 def _encoder_caches(sheets: tuple[Sheet, ...]) -> dict[str, int]:
-    """Return the bytes of the KV cache of each stage with an encoder, for `kv_cache_memory_bytes`.
+    """Return `kv_cache_memory_bytes` for each stage with an encoder, by stage.
 
-    vLLM profiles the encoder with a smaller video than a request may have, and gives the difference to the KV cache.
-    A KV cache without room for one sequence is left out, so that vLLM determines its size: the user has set a
-    `gpu_memory_utilization` that the encoder's peak exceeds.
+    Without this argument, vLLM profiles the encoder with a smaller video than a request may have, and gives the
+    difference to the KV cache. A KV cache without room for one sequence is left out, so that vLLM determines its size:
+    the user has set a `gpu_memory_utilization` that the encoder's peak exceeds.
     """
     found: dict[str, int] = {}
     for share in (share for sheet in sheets for share in sheet.shares):

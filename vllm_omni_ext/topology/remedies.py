@@ -1,4 +1,7 @@
-"""Finds flags, or larger machines, for a model that is too large for a device. Pure. Each proposal was planned."""
+"""Finds flags, or larger numbers of devices, for a model that is too large for the devices of a machine. Pure.
+
+Each proposal has been checked by making a plan with it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ FEWEST_MEDIA_TOKENS = 16_384
 """The smallest value of `MEDIA_FLAG` that is proposed: more tokens than the largest image of the released models."""
 
 LENGTH_STEP = 1024
-"""Proposed lengths are multiples of this."""
+"""Proposed values of `max_model_len` and `MEDIA_FLAG` are multiples of this."""
 
 SHORT_PART = 0.5
-"""A `max_model_len` of at least this fraction of the current one is proposed before other stock flags, a shorter one
-after them."""
+"""A `max_model_len` of at least this fraction of the current one is proposed before other flags, a shorter one
+later."""
 
 MOST_DEVICES = 8
 """The largest number of devices that is proposed."""
@@ -32,10 +35,10 @@ MOST_DEVICES = 8
 _PARALLEL = (2, 4, 8)
 
 Attempt = Callable[[Mapping[str, Any], Machine], object]
-"""Function that makes a plan for a machine, with flags on top of the user's; ConfigError if that is impossible."""
+"""Function that makes a plan with additional flags for a machine; raises ConfigError if the model does not fit."""
 
 Flags = Mapping[str, Any]
-"""Values of flags: stock flags by the name of their `EngineArgs` field, and `MEDIA_FLAG`."""
+"""Values of flags: those of vLLM by the name of their `EngineArgs` field, and `MEDIA_FLAG`."""
 
 
 def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> list[dict[str, Any]]:
@@ -44,8 +47,9 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
     `MEDIA_FLAG` is tried alone. The other sets all have the same size: 1 if one flag is enough, else 2 or 3.
 
     Args:
-        args: the user's stock flags.
-        longest: longest sequence of the frontend without new flags, in tokens.
+        attempt: makes a plan with further flags.
+        args: the user's `vllm serve` flags.
+        longest: longest sequence of the frontend without further flags, in tokens.
     """
     kinds = ("tensor_parallel_size", "quantization", "max_model_len")
     media = _largest_that_fits(MEDIA_FLAG, FEWEST_MEDIA_TOKENS, attempt, {}, machine, longest)
@@ -63,7 +67,10 @@ def flags_that_help(attempt: Attempt, args: Flags, machine: Machine, longest: in
 
 
 def advice(attempt: Attempt, args: Flags, machine: Machine, longest: int) -> str:
-    """Return half a sentence for the error message: the flags and the numbers of devices with which the model fits."""
+    """Return the second half of the error message for a model that does not fit.
+
+    It has the flags and the numbers of devices with which the model fits. The arguments are those of `flags_that_help`.
+    """
     ways = [as_text(flags) for flags in flags_that_help(attempt, args, machine, longest)]
     enough = next((larger.device_count for larger in _larger(machine) if _fits(attempt, {}, larger)), None)
     if enough is not None:
@@ -89,10 +96,10 @@ def as_text(flags: Flags) -> str:
 
 
 def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: int) -> dict[str, Any]:
-    """Return the least restrictive values with which the model fits; empty if there are none.
+    """Return the least restrictive values of the flags `kinds` with which the model fits; empty if there are none.
 
     Args:
-        kinds: flags that may be set.
+        kinds: names of the flags that may be set.
         longest: context length of the model; `max_model_len` stays below it.
     """
     rest = {"quantization": "fp8"} if "quantization" in kinds else {}
@@ -108,9 +115,9 @@ def _try(kinds: tuple[str, ...], attempt: Attempt, machine: Machine, longest: in
 
 
 def _largest_that_fits(name: str, least: int, attempt: Attempt, flags: Flags, machine: Machine, below: int) -> int:
-    """Return the largest value of a flag with which the model fits; 0 if it is less than `least`.
+    """Return the largest value of the flag `name` with which the model fits; 0 if it is less than `least`.
 
-    Only multiples of `LENGTH_STEP` below `below` are tried.
+    Only multiples of `LENGTH_STEP` below `below` are tried, each with the other flags `flags`.
     """
     low, high = least // LENGTH_STEP - 1, (below - 1) // LENGTH_STEP
     while low < high:

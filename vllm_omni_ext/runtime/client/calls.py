@@ -34,7 +34,7 @@ PAUSE, RESUME = "pause_scheduler_async", "resume_scheduler_async"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer of one replica: a value or an error."""
+    """The answer of one replica to a utility call: `value`, or an `error`."""
 
     value: Any = None
     error: Exception | None = None
@@ -54,7 +54,7 @@ def _in_all(values: list[Iterable[int]]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """The receivers and the answer of one utility call in a deployment of several engines.
+    """How one utility call of vLLM's engine client is sent to several engines, and how their answers are combined.
 
     Attributes:
         fold: combines the answers of several replicas into the one that vLLM's caller expects; None: the first answer.
@@ -91,19 +91,20 @@ OPERATOR_CALLS: Mapping[str, OperatorCall] = {
     "collective_rpc": OperatorCall(_chained),
     "compute_weight_checksums": OperatorCall(_chained),
 }
-"""By the name of vLLM's method. Any other call is sent to the frontend and returns the first replica's answer."""
+"""Calls by the name of the method of vLLM's `AsyncLLM`. Any other call is sent to the frontend (the stage that writes
+text) and returns the first replica's answer."""
 
 _BY_UTILITY = {call.utility or f"{name}_async": call for name, call in OPERATOR_CALLS.items()}
 
 
 class Calls:
-    """Sends utility calls to replicas.
+    """Sends utility calls (`sleep`, `collective_rpc`, ...) to replicas.
 
     Args:
         replicas: the live replicas; the caller keeps the mapping up to date.
         pools: one per stage, in the order of the pipeline.
         frontend: name of the stage that receives calls without targets that concern one model.
-        sides: names of a prefill and a decode stage, by the common name that callers use for both.
+        sides: names of the prefill and the decode stage of each split stage, by the name of the split stage.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Calls:
         sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.share: Callable[[ReplicasSlept], Awaitable[None]]
-        """Applies a change in all API servers; set by `TargetedLLM`."""
+        """Applies an operator's change (replicas sleep or wake up) in all API servers; set by `TargetedLLM`."""
         self._replicas = replicas
         self._pools = pools
         self._sides = sides
@@ -155,15 +156,22 @@ class Calls:
         return self._live(stages)
 
     def _live_frontend(self) -> tuple[ReplicaId, ...]:
-        """Return the live replicas of the frontend. Prefill replicas may be missing: decode replicas work without."""
+        """Return the live replicas of the frontend.
+
+        If the frontend has prefill and decode replicas, the result has both, but prefill replicas may be missing:
+        decode replicas then compute prompts themselves.
+
+        Raises:
+            StageUnavailable: the frontend (if split: its decode stage) has no live replica.
+        """
         return self._live_of(self._frontend) and self._live(self._frontends)
 
     def is_text(self, stage: str) -> bool:
-        """Whether a stage is the frontend, or its prefill or decode side."""
+        """Whether a stage is the frontend (the stage that writes text), the split frontend, or a side of it."""
         return stage in self._frontends or self._frontend in self._sides.get(stage, ())
 
     def common(self, stages: Set[str]) -> str | None:
-        """Return the only stage in `stages`, or the name whose prefill and decode sides they are; else None."""
+        """Return the only stage in `stages`, or the split stage whose prefill and decode stages they are; else None."""
         if len(stages) == 1:
             return next(iter(stages))
         return next((name for name, sides in self._sides.items() if stages <= {*sides}), None)
@@ -177,7 +185,12 @@ class Calls:
         """Call a utility of vLLM's client in the replicas of `targets`, and in no others.
 
         Args:
+            targets: stage names and replica ids.
+            utility: name of a method of vLLM's `AsyncMPClient`, e.g. "sleep_async".
             timeout_s: a replica that has not answered after this time counts as failed; None: no limit.
+
+        Returns:
+            The answer or error of each replica.
 
         Raises:
             UnknownMember: there is no such stage or live replica; no replica was called.
@@ -186,10 +199,14 @@ class Calls:
         return await self._send(self.resolve(targets), utility, args, timeout_s)
 
     async def everywhere(self, utility: str, *args: Any, **named: Any) -> Any:
-        """Send a call without targets to all its replicas, and return the one answer that vLLM's callers expect.
+        """Send a call without targets to all replicas that it concerns (`OPERATOR_CALLS`), and combine their answers.
 
         Args:
+            utility: name of a method of vLLM's `AsyncMPClient`, e.g. "sleep_async".
             named: arguments that vLLM passes by name, in the order of the utility's parameters; they follow `args`.
+
+        Returns:
+            The one answer that vLLM's callers expect.
 
         Raises:
             CallFailed: a replica has failed; the error has all answers.
@@ -248,7 +265,7 @@ def failed(replies: Replies) -> list[ReplicaId]:
 
 
 def _with_targets(name: str) -> Any:
-    """Return vLLM's method of that name, extended by the keywords `targets` and `timeout_s`."""
+    """Return the method `name` of vLLM's `AsyncLLM`, extended by the keywords `targets` and `timeout_s`."""
     stock = getattr(AsyncLLM, name)
     signature = inspect.signature(stock)
 
@@ -271,7 +288,7 @@ def _with_targets(name: str) -> Any:
 
 
 def _tasks_of(model: type) -> tuple[SupportedTask, ...]:
-    """Return the tasks of a generating model's class, as vLLM's model runner reads them from a loaded model."""
+    """Return the tasks of a generating model's class, by the same rules as vLLM's model runner."""
     if getattr(model, "supports_transcription_only", False):
         return ("transcription",)
     found: dict[SupportedTask, bool] = {
@@ -302,7 +319,7 @@ class TargetedLLM(AsyncLLM):
     """vLLM's statistics of all replicas; None without `log_stats`."""
 
     submit: Callable[[Change], Awaitable[None]] | None = None
-    """Applies a change in all API servers; None: this process is the only one."""
+    """Applies an operator's change (`runtime.control`) in all API servers; None: this process is the only one."""
 
     collective_rpc = _with_targets("collective_rpc")
     sleep = _with_targets("sleep")
@@ -320,14 +337,14 @@ class TargetedLLM(AsyncLLM):
     pin_lora = _with_targets("pin_lora")
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
-        """Return the engine's tasks, as in vLLM; without a live frontend replica, the tasks of its model's class."""
+        """Return the engine's tasks, as in vLLM. Without a live frontend replica: the tasks of the model's class."""
         try:
             return await super().get_supported_tasks()
         except StageUnavailable:
             return _tasks_of(get_model_architecture(self.model_config)[0])
 
     def _follow_operators(self, state: OperatorState, replicas: ReplicaConnections) -> None:
-        """Set the operator state at the start, and the replicas to which later changes apply."""
+        """Store the operator state at the start, and the connections to which its later changes (`apply`) apply."""
         self.operator_state = state
         self.adapters_changed: Callable[[AdapterLoaded | AdapterUnloaded], None] = lambda change: None
         """Called with every adapter that was loaded or unloaded in any API server."""
@@ -342,7 +359,7 @@ class TargetedLLM(AsyncLLM):
             await self.submit(change)
 
     def apply(self, change: Change) -> None:
-        """Apply an operator's change in this process."""
+        """Apply an operator's change (replicas sleep or wake up, an adapter is loaded or unloaded) in this process."""
         self.operator_state = self.operator_state.after(change)
         if isinstance(change, ReplicasSlept):
             self._its_replicas.slept(change.replicas, asleep=change.asleep)
@@ -356,10 +373,13 @@ class TargetedLLM(AsyncLLM):
         return calls
 
     async def call(self, name: str, targets: Targets, *arguments: Any, timeout_s: float = TIMEOUT_S) -> Replies:
-        """Call vLLM's method `name` in the replicas of `targets`.
+        """Call the method `name` of vLLM's `AsyncLLM` in the replicas of `targets`.
 
         Args:
             arguments: all arguments of vLLM's method, in order.
+
+        Returns:
+            The answer or error of each replica.
         """
         call = OPERATOR_CALLS[name]
         replicas = self.calls.resolve(targets)

@@ -1,4 +1,4 @@
-"""Connects to one replica through vLLM's client, extended for CURVE keys, reconnecting, and a start without engine."""
+"""Connects to one replica through vLLM's client, extended by CURVE keys, reconnection and a start without engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_omni_ext.runtime.client.sent_media import SentMedia
 from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
 
 Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
-"""The two sockets on which an API server listens for a replica: one for its input, one for its output."""
+"""The two sockets on which an API server listens for a replica: for the replica's input, and for its output."""
 
 CONNECT_MS = 5000
 """Limit of the wait for a running engine to reconnect, in milliseconds; engines try several times a second."""
@@ -32,7 +32,7 @@ CONNECT_MS = 5000
 log = logging.getLogger(__name__)
 
 ENGINE = (0).to_bytes(2, "little")
-"""ZeroMQ identity of the only engine behind a client."""
+"""ZeroMQ identity of a replica's engine: vLLM's for the first engine of a client, and a replica is one engine."""
 
 
 class Client(AsyncMPClient):
@@ -123,7 +123,10 @@ class Client(AsyncMPClient):
 
 
 class _Ready(list[bytes]):
-    """Engines that are ready. vLLM's constructor iterates over them to wait for each; the iteration yields none."""
+    """List of engines that are ready, and that vLLM's constructor must not wait for.
+
+    The constructor iterates over the list to wait for each engine; the iteration yields none.
+    """
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(())
@@ -142,8 +145,10 @@ def addresses(listeners: Listeners) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def bootstrap_client_addresses(folder: str, ready_response: bytes) -> Iterator[dict[str, Any]]:
-    """Yield `client_addresses` of a dummy engine that only sends a ready message, for the client in `AsyncLLM`'s
-    constructor.
+    """Yield `client_addresses` of a dummy engine, which only sends a ready message.
+
+    `AsyncLLM`'s constructor makes a client that waits for an engine's ready message. `AsyncOmni` then replaces this
+    client by a `TextClient` for all replicas.
 
     Args:
         folder: directory of the sockets.
@@ -164,7 +169,7 @@ def bootstrap_client_addresses(folder: str, ready_response: bytes) -> Iterator[d
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Marker in the queue of outputs; `passed` is set when `outputs` takes the marker from the queue."""
+    """Marker that `StockReplica.fence` puts into the queue of outputs; `passed` is set when `outputs` reads it."""
 
     passed: asyncio.Future[None]
 
@@ -186,7 +191,10 @@ class StockReplica:
         """Reason why the replica's process has ended, from the supervisor; "" before."""
 
     async def add(self, request: EngineCoreRequest) -> None:
-        """Send a request or a chunk of it. Does nothing if the replica is dead: `replica_down` replays its requests."""
+        """Send a request, or a chunk of one, to the engine.
+
+        Does nothing if the replica is dead: `Orchestrator.replica_down` sends its requests to other replicas.
+        """
         if not self.dead:
             await self.client.add_request_async(request if self._media is None else self._media.without_held(request))
 
@@ -197,7 +205,7 @@ class StockReplica:
         await self.client.abort_requests_async(request_ids)
 
     async def call(self, utility: str, *args: Any) -> Any:
-        """Call one of the client's utilities.
+        """Call a utility method of vLLM's client, e.g. `sleep_async`, and return its result.
 
         Raises:
             EngineDeadError: the replica is dead, or died before it answered (vLLM's client would wait for ever).
@@ -221,8 +229,10 @@ class StockReplica:
     async def outputs(self) -> EngineCoreOutputs:
         """Return the next outputs of this replica for this API server.
 
-        If the replica is dead, this and pending `call`s raise EngineDeadError. While outputs are queued, this yields
-        to the other tasks of the event loop; `Queue.get` alone would not.
+        While outputs are queued, this method yields to the other tasks of the event loop; `Queue.get` alone would not.
+
+        Raises:
+            EngineDeadError: the replica is dead. Pending `call`s raise EngineDeadError too.
         """
         try:
             while True:
@@ -241,15 +251,16 @@ class StockReplica:
             raise
 
     async def _send_again(self, outputs: EngineCoreOutputs) -> None:
-        """Send the requests whose media the engine does not hold again, and remove their outputs from `outputs`."""
+        """Send requests whose media the engine lacks again, with all media; remove their outputs from `outputs`."""
         for request in () if self._media is None else self._media.missed(outputs):
             await self.client.add_request_async(request)
 
     async def fence(self) -> None:
         """Wait until the engine has processed all earlier messages, and `outputs` has returned all their outputs.
 
-        The engine answers a utility call after all earlier messages. vLLM's client resolves the call while earlier
-        outputs may still be in its queue, so a marker is put into that queue.
+        Called after old requests were aborted, so that no output of them arrives later. The engine answers a utility
+        call after all earlier messages. vLLM's client resolves the call while earlier outputs may still be in its
+        queue, so a marker is put into that queue.
 
         Raises:
             EngineDeadError: the replica is dead, or died meanwhile.
@@ -262,7 +273,10 @@ class StockReplica:
         await self._until_gone(mark.passed)
 
     def fail(self, reason: str) -> None:
-        """Make `outputs` raise EngineDeadError. The supervisor detects the end of a process; vLLM's client does not."""
+        """Make `outputs` raise EngineDeadError.
+
+        Called when the supervisor has detected the end of the replica's process; vLLM's client does not detect it.
+        """
         self.reason = reason
         self.client.resources.engine_dead = True
         self.client.outputs_queue.put_nowait(EngineDeadError(reason))
@@ -287,9 +301,13 @@ class StockReplica:
 
 
 def abort_client(client: int, before: float) -> EngineCoreRequest:
-    """Return a message that makes a replica abort the requests a dead API server sent until `before` (Unix seconds).
+    """Return a message that makes a replica abort the requests of a dead API server.
 
     The message has the form of a request, see `wire.stage_input.ABORT_CLIENT`.
+
+    Args:
+        client: index of the dead API server.
+        before: Unix time in seconds; requests that were sent later, by the server's successor, are kept.
     """
     from vllm.sampling_params import SamplingParams
 

@@ -1,8 +1,9 @@
 """Connects one API server to the replicas, and handles their loss and return.
 
-The head announces a replica that starts. The API server listens for the replica and connects once the replica is ready.
-If the replica's process ends, the connection is closed. If the replica only misses heartbeats, the connection stays:
-when the heartbeats return, the replica first aborts its old requests, then it receives new requests.
+The head (the process that starts the deployment) announces a replica that starts. The API server listens for the
+replica and connects once the replica is ready. If the replica's process ends, the connection is closed. If the replica
+only misses heartbeats, the connection stays: when the heartbeats return, the replica first aborts its old requests,
+then it receives new requests.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ AFTER_THE_LAUNCHER_S = 30.0
 
 
 def connect_limit_s(plan: Plan) -> float:
-    """Return the limit of an API server's wait for a replica, in seconds.
+    """Return the limit of an API server's wait for a replica to become ready, in seconds.
 
-    The limit includes the earlier starts of replicas that share a device.
+    Replicas that share a device start one after the other, so the limit includes the starts before.
     """
     return plan.config.timeouts.startup_timeout_s * longest_sequence(devices_of(plan)) + AFTER_THE_LAUNCHER_S
 
@@ -85,11 +86,12 @@ class Connections:
         about: host, process id and restarts of each replica, for status pages.
         restarts: number of restarts by replica, also of replicas that are down now.
         started: Unix time of the command's start, in seconds.
-        views: address at which the coordinator publishes views; None without a coordinator.
-        head: process id of the head.
+        views: address at which the coordinator publishes views, i.e. the states of all replicas; None without a
+            coordinator.
+        head: process id of the head, the process that has started the deployment.
         drain_s: time for requests to end when the API server shuts down, in seconds.
         board: counters shared by the API servers; None without API servers.
-        operator_state: the result of all changes by operators until now.
+        operator_state: the result of all changes by operators until now (sleeping replicas, LoRA adapters).
     """
 
     plan: Plan
@@ -148,7 +150,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class Report:
-    """The replica's state in the last view, and the time of the replica's last heartbeat (monotonic seconds)."""
+    """A replica's state in the coordinator's last view, and the time of its last heartbeat (monotonic seconds)."""
 
     entry: Entry
     last_seen: float
@@ -158,7 +160,7 @@ Take = Callable[[ReplicaId, EngineCoreOutputs], Awaitable[None]]
 
 
 class ReplicaConnections:
-    """Connects to replicas, reads their outputs, and applies the coordinator's views.
+    """Connects to replicas, reads their outputs, and applies the coordinator's views, i.e. the states of all replicas.
 
     Runs in the event loop of one API server.
 
@@ -196,9 +198,9 @@ class ReplicaConnections:
         self._members: dict[ReplicaId, Member] = {}
         self._asleep = set(connections.operator_state.asleep)
         self._outdated: dict[ReplicaId, Any] = {}
-        """By woken replica: its last load report from before the wake-up, until the next report arrives."""
+        """Last load report from before the wake-up, by woken replica, until the replica's next report arrives."""
         self._lost_requests: dict[ReplicaId, tuple[str, ...]] = {}
-        """By replica that misses heartbeats: the ids of its requests, which were moved to other replicas."""
+        """Ids of the requests that were moved to other replicas, by the replica that misses heartbeats."""
         self._connect_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._reattach_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -226,9 +228,11 @@ class ReplicaConnections:
             self.watcher.close()
 
     def state(self, replica: ReplicaId) -> str:
-        """Return the state of a replica for status pages: that of the last view, DOWN without connection, or SLEEPING.
+        """Return the state of a replica for status pages: UP, SUSPECT, DRAINING, DOWN or SLEEPING.
 
-        SLEEPING: an operator has put the replica to sleep, or the replica has reported that its scheduler is paused.
+        This is the state in the coordinator's last view, with two exceptions. DOWN: also a replica without a
+        connection. SLEEPING: an operator has put the replica to sleep, or the replica has reported that its scheduler
+        is paused.
         """
         pool, report = self._pools[replica.stage], self.reports.get(replica)
         if replica not in pool.replicas:
@@ -239,7 +243,7 @@ class ReplicaConnections:
         return "SLEEPING" if state is State.UP and (reported or pool.is_asleep(replica)) else state.name
 
     def replica_names(self, stage: str) -> list[ReplicaId]:
-        """Return the planned replicas of a stage and the replicas that have joined it, live or not."""
+        """Return the ids of a stage's replicas: those of the plan and those that have joined, live or not."""
         return sorted(replica for replica in self.about if replica.stage == stage)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -275,15 +279,15 @@ class ReplicaConnections:
     # -- messages of the head ------------------------------------------------------------------------------------
 
     def starting(self, replica: ReplicaId) -> None:
-        """Announce a replica that is going to start, so that requests may wait for it."""
+        """Announce to the orchestrator that a replica is going to start, so that requests may wait for it."""
         self._orchestrator.announce(replica)
 
     def started(self, replica: ReplicaId, pid: int) -> None:
-        """Record the process id of a planned replica, whose process did not exist when this API server started."""
+        """Record the process id of a replica of the plan whose process did not exist when this API server started."""
         self.about[replica] = replace(self.about[replica], pid=pid)
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
-        """Start to connect to a replica that is ready, and then to send it requests. Returns at once."""
+        """Start to connect to a replica that is ready; once connected, the replica gets requests. Returns at once."""
         self._connect_tasks[replica] = self._spawn(self._connect(replica, about, listeners))
 
     async def _connect(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
@@ -317,12 +321,17 @@ class ReplicaConnections:
             self._observer.restarted(replica, total)
 
     def forget_requests_of(self, client: int, before: float) -> None:
-        """Make all replicas abort the requests that a dead API server had sent until `before` (Unix time, seconds)."""
+        """Make all replicas abort the requests that a dead API server has sent.
+
+        Args:
+            client: index of the dead API server.
+            before: Unix time in seconds; requests that were sent later are kept.
+        """
         for replica in self.replicas.values():
             self._spawn(replica.add(abort_client(client, before)))
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """Handle the end or the failed start of a replica's process; `again` if the process will be restarted."""
+        """Handle the end, or the failed start, of a replica's process; `again`: the process will be restarted."""
         self._asleep.discard(replica)
         _cancel(self._connect_tasks, replica)
         self._orchestrator.announce(replica, coming=again)
@@ -403,7 +412,7 @@ class ReplicaConnections:
                 await self._forget(member, connected)
 
     async def _forget(self, member: Member, connected: StockReplica | None) -> None:
-        """Drop a replica of another host. A later replica that already has the same name is kept."""
+        """Drop a replica of another host. If a later replica has the same name already, that one is kept."""
         replica = member.id
         if self._members.get(replica) == member:
             del self._members[replica]
@@ -415,9 +424,9 @@ class ReplicaConnections:
             self._observer.forgotten(replica)
 
     async def _attach_again(self, replica: StockReplica) -> None:
-        """Send requests again to a replica that missed heartbeats, after it has aborted its old requests.
+        """Use a replica again that missed heartbeats and is back, after it has aborted its old requests.
 
-        The old requests were replayed on other replicas. After the fence, no output of them can arrive.
+        The old requests were sent to other replicas. After `StockReplica.fence`, no output of them can arrive.
         """
         stale = self._lost_requests.pop(replica.id)
         try:

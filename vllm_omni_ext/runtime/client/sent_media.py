@@ -1,4 +1,4 @@
-"""Leaves out the media that an engine holds from the requests that an API server sends to it.
+"""Leaves out the media that an engine holds from the requests that an API server sends to the engine.
 
 Each engine of a multimodal model has vLLM's receiver cache, which all API servers fill. Each API server has vLLM's
 sender cache for each replica: the sizes of the media that it has sent, in the order of use, within its share of the
@@ -19,7 +19,10 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 
 def engine_keeps_media(config: VllmConfig) -> bool:
-    """Return whether the engine of a config has vLLM's receiver cache, if it has one API process."""
+    """Return whether the engine of a config has vLLM's receiver cache for media.
+
+    vLLM's condition that there is one API process is not checked, because the engine's agent (`engine.agent`) meets it.
+    """
     model: Any = config.model_config
     media = model.multimodal_config
     if media is None or not model.is_multimodal_model:
@@ -45,7 +48,7 @@ class SentMedia:
         self._unanswered: dict[str, EngineCoreRequest] = {}
 
     def without_held(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Return the message for a request: without the data of the media that the engine holds."""
+        """Return a copy of a request without media that the engine holds; the request itself if there are none."""
         features = request.mm_features
         if not features or request.resumable:
             return request
@@ -67,7 +70,11 @@ class SentMedia:
         return feature if data is not None else replace(feature, data=None)
 
     def missed(self, outputs: EngineCoreOutputs) -> list[EngineCoreRequest]:
-        """Remove the outputs that report missing media from `outputs`, and return their requests, with all media."""
+        """Remove the outputs that report missing media from `outputs`.
+
+        Returns:
+            The requests of these outputs, with all their media, to be sent again.
+        """
         if not self._unanswered:
             return []
         found, kept = [], []

@@ -1,4 +1,4 @@
-"""The engine client of `AsyncLLM`: passes requests to the orchestrator, and sends utility calls to replicas."""
+"""The engine client of `AsyncLLM`: passes requests to the orchestrator, and utility calls to all replicas concerned."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from vllm_omni_ext.runtime.client.calls import Calls
 
 
 class TextClient:
-    """Has the methods of vLLM's `EngineCoreClient`, for all replicas of the frontend.
+    """The engine client of `AsyncLLM` in place of vLLM's `EngineCoreClient`, for all replicas of the frontend.
+
+    The frontend is the stage that writes text.
 
     Args:
         config: vLLM config of the frontend.
         admission: starts requests.
-        sides: names of a prefill and a decode stage, by the common name that callers use for both.
+        sides: names of the prefill and the decode stage of each split stage, by the name of the split stage.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class TextClient:
         return {name: replica for name, replica in replicas.items() if name.stage == frontend}
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the next outputs of any replica. A call also acknowledges the previous outputs, see `delivered`."""
+        """Return the next outputs of any replica of the frontend.
+
+        The call also acknowledges that `AsyncLLM` has processed the previous outputs, for which `delivered` waits.
+        """
         if self._handling:
             self._outputs.task_done()
         self._handling = False
@@ -70,11 +75,14 @@ class TextClient:
         await self._outputs.join()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start a client's request."""
+        """Start a request in the orchestrator, which sends it to the stages that it needs."""
         await self._admission.open(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """End the text of requests that met a stop string. Their other stages continue (`AsyncOmni.abort` ends all)."""
+        """End the text output of requests in which `AsyncLLM` has found a stop string.
+
+        Their other stages continue; `AsyncOmni.abort` ends all stages.
+        """
         await self._orchestrator.text_stopped(request_ids)
 
     def get_kv_event_sources(self) -> dict[int, Any]:
@@ -93,7 +101,7 @@ class TextClient:
         """Do nothing: `AsyncOmni.shutdown` closes the connections of all stages."""
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Return a function that calls a utility (`reset_prefix_cache_async`, ...) in all its replicas."""
+        """Return a function that passes calls of a utility, e.g. `reset_prefix_cache_async`, to `Calls.everywhere`."""
         if not name.endswith("_async"):
             raise AttributeError(f"TextClient has no attribute '{name}'")
         return partial(self.calls.everywhere, name)

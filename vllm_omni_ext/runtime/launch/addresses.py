@@ -16,10 +16,14 @@ _Address = tuple[str, int] | tuple[str, int, int, int]
 
 
 def reach(head: str, port: int) -> str:
-    """Return the local address from which packets to the head are sent. Reads the kernel's routes and sends nothing.
+    """Return the address of this host from which packets to the head are sent, so that the head can reach it.
+
+    Reads the kernel's routes and sends nothing.
 
     Args:
-        head: IPv4 or IPv6 address, or a host name. The first address of the name that has a route is used.
+        head: IPv4 or IPv6 address, or host name, of the process that replicas of this host join. The first address of a
+            name that has a route is used.
+        port: the head's TCP port.
 
     Raises:
         ConfigError: the name is unknown or there is no route; the message contains the reason.
@@ -40,7 +44,7 @@ def reach(head: str, port: int) -> str:
 
 
 def endpoint(host: str, port: int) -> str:
-    """Return the ZeroMQ endpoint of a TCP address, with an IPv6 address in brackets."""
+    """Return the ZeroMQ endpoint `tcp://HOST:PORT`, with an IPv6 address in brackets."""
     plain = _unbracketed(host)
     return f"tcp://[{plain}]:{port}" if ":" in plain else f"tcp://{plain}:{port}"
 

@@ -22,7 +22,7 @@ from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.topology.plan import Plan
 
 HEAD = -1
-"""`api_process` of the process that starts the engines, which is not an API server."""
+"""Value of `api_process` for the process that starts the engines, which is not an API server."""
 
 DEVICES = "vllm_omni_ext.devices"
 """Key of `additional_config` with a replica's devices. It makes replicas on different devices compile separately:
@@ -30,10 +30,9 @@ compiled code contains a device index, but vLLM's hash of a compilation includes
 """
 
 _FEWEST_API_PROCESSES = 2
-"""With one API process, vLLM's frontend keeps the sizes of media only, and expects that its one engine has the data.
-With several replicas this fails, because each item is sent to one replica only. With two or more, each keeps the data.
-`SentMedia` then leaves out what a replica has.
-"""
+"""Smallest `_api_process_count` of API servers. With 1, vLLM's API server does not keep the data of media, because its
+only engine has all media that were sent earlier. With several replicas this fails, because each item was sent to one
+replica only. With 2 or more, vLLM's API server keeps the data; `SentMedia` then leaves out what a replica has."""
 
 
 def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = HEAD) -> AsyncEngineArgs:
@@ -52,7 +51,14 @@ def stage_engine_args(plan: Plan, replica_id: ReplicaId, *, api_process: int = H
 def any_replica_args(
     plan: Plan, stage_name: str, *, devices: Sequence[int] = (), api_process: int = HEAD
 ) -> AsyncEngineArgs:
-    """Return the engine arguments of a stage. Unlike `stage_engine_args`, this needs no replica in the plan."""
+    """Return the engine arguments of any replica of a stage.
+
+    Unlike `stage_engine_args`, this works for a stage whose replicas are all started by other processes.
+
+    Args:
+        devices: CUDA devices of the replica.
+        api_process: see `stage_engine_args`.
+    """
     stage = plan.stage(stage_name)
     values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
     if devices:
@@ -67,10 +73,10 @@ def any_replica_args(
 
 
 def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> VllmConfig:
-    """Return vLLM's config for the arguments of a stage.
+    """Return vLLM's config for the engine arguments of a stage.
 
     Raises:
-        ConfigError: vLLM does not accept them; the message names the stage and is one line.
+        ConfigError: vLLM does not accept the arguments; the message names the stage and is one line.
     """
     try:
         config = args.create_engine_config(usage)
@@ -92,10 +98,10 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
 
 
 def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
-    """Restore, in place, the media settings that vLLM changes for a KV consumer. Return `config`.
+    """Restore, in place, the media settings that vLLM changes for an engine that receives KV caches. Return `config`.
 
-    vLLM accepts media embeddings and missing media there, because it expects its own proxy in front of the engine.
-    This server has no such proxy, so it accepts embeddings only if the arguments allow them, and no missing media.
+    vLLM makes such an engine accept media embeddings and missing media, because it expects its own proxy in front of
+    it. This server has no such proxy: it accepts embeddings only if the arguments allow them, and no missing media.
     """
     media = config.model_config.multimodal_config
     if media is not None:
@@ -118,7 +124,7 @@ def _value(stage: str, name: str, value: Any) -> Any:
 
 @cache
 def _config_classes() -> dict[str, type]:
-    """Return the class of each engine field that holds a config object of vLLM; YAML and JSON give a mapping for it."""
+    """Return vLLM's config class by `EngineArgs` field, for fields whose value is a config object or a mapping."""
     found: dict[str, type] = {}
     for field in dataclasses.fields(AsyncEngineArgs):
         for option in typing.get_args(field.type) or (field.type,):

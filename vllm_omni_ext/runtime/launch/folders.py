@@ -23,14 +23,14 @@ LOCK = "lock"
 """File name of the lock. The file gets this name once it is locked; a folder without this file is being created."""
 
 LONGEST_NAME = 75
-"""Characters reserved after the parent folder in a socket's path: the private folder's name (14), that of a
-replica's folder, and vLLM's name for the socket (37)."""
+"""Characters in a socket's path after the parent folder: the private folder's name (14), the name of a replica's
+folder, and vLLM's name for the socket (37)."""
 
 LEAST_FREE = 64 << 20
-"""Least free bytes at the start of a deployment. The metrics of each process take some MiB; logs grow."""
+"""Free bytes that the file system must have at the start. The metrics of each process take some MiB; logs grow."""
 
 SHORT = "/tmp"
-"""Parent of private folders where the path of the folder for temporary files is too long for sockets."""
+"""Parent of private folders if sockets below the system's folder for temporary files would have too long paths."""
 
 
 class PrivateFolder:
@@ -83,7 +83,10 @@ def remove_abandoned() -> None:
 
 
 def _check_space() -> None:
-    """Raise ConfigError if a folder for temporary files is nearly full: writes to mapped files would end processes."""
+    """Raise ConfigError if the file system of a folder for temporary files is nearly full.
+
+    Processes would end by a signal when they write to a mapped file for which there is no space.
+    """
     for folder in dict.fromkeys((tempfile.gettempdir(), _parent())):
         if (free := shutil.disk_usage(folder).free) < LEAST_FREE:
             raise ConfigError(

@@ -25,18 +25,21 @@ from vllm_omni_ext.plugins.registry import family_of, model_classes
 from vllm_omni_ext.plugins.spec import resolve
 
 LATE_IMPORTS = ("vllm.model_executor.layers.quantization.online.base",)
-"""Modules that vLLM imports while it loads any model."""
+"""Modules that vLLM imports only while it loads a model. `preload` imports them once, before processes are forked."""
 
 
 def register_classes(family: str) -> None:
-    """Register a family's models as classes. For a name, vLLM would start a process that imports vLLM again."""
+    """Register the model classes of a model family in vLLM's `ModelRegistry`, as classes instead of names.
+
+    For a name, vLLM would start a process that imports vLLM again to inspect the class.
+    """
     load_general_plugins()  # first, because it registers the plugin's models by name
     for architecture, target in model_classes(family_of(family)).items():
         ModelRegistry.register_model(architecture, resolve(target))
 
 
 def preload(config: VllmConfig) -> None:
-    """Import the worker and fill vLLM's caches of tokenizer and processor once, for all forked processes."""
+    """Import the worker and fill vLLM's caches of tokenizer and processor, so that forked processes need not do so."""
     resolve_obj_by_qualname(config.parallel_config.worker_cls)
     for name in LATE_IMPORTS:
         importlib.import_module(name)
@@ -53,7 +56,7 @@ def compute_threads(count: int) -> Iterator[None]:
     """Let processes forked inside the block compute with `count` threads.
 
     The number is set in the parent, because a child reads OMP_NUM_THREADS too late. With 1, OpenMP starts no thread
-    team. If the parent has started a team before, a child that starts one waits forever for threads it does not have.
+    team. If the parent has started a team before, a child that starts one waits forever for the parent's threads.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

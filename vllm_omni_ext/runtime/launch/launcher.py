@@ -62,7 +62,7 @@ from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
 
 SHUTDOWN_TIMEOUT_S = 5.0
-"""A process that has not ended this long after SIGTERM is killed."""
+"""A process that has not ended this many seconds after SIGTERM is killed."""
 
 LOGS = "logs"
 """Name of the private folder's subfolder with the logs."""
@@ -79,7 +79,12 @@ class StartFailed(OmniError):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Data with which a replica is started: its config, its folder, and the addresses that it connects to."""
+    """Data with which a replica is started.
+
+    Attributes:
+        place: folder for the replica's files.
+        addresses: (input, output) of each API server, to which the replica connects.
+    """
 
     config: VllmConfig
     place: str
@@ -91,15 +96,16 @@ class Deployment:
 
     Args:
         plan: the replicas to start.
-        clients: number of local API servers, which connect to every replica; 0: the API servers run on the head, and
-            each replica is started with `start_again` once their addresses have been received.
+        clients: number of local API servers, which connect to every replica. 0: the API servers belong to the head, a
+            process that the replicas join, and each replica is started with `start_again` once the head has sent their
+            addresses.
         usage: vLLM's usage context of the start (server or offline).
         tell: receives progress lines of the start.
         folder: private folder; removed at the end, except logs that an error message names. None: a new one.
         host: address at which replicas of other hosts reach the replicas started here; None: the head's address, or
             loopback without a `master_address`.
-        identity_of: returns the identity with which a replica reports to the coordinator; called for every start.
-            None: replicas do not report.
+        identity_of: returns the identity with which a replica reports to the coordinator; called for every start. None:
+            replicas do not report.
         name_of: returns the name of a replica in logs and messages.
     """
 
@@ -156,7 +162,10 @@ class Deployment:
         return self
 
     def start_all(self) -> None:
-        """Listen for all replicas, and start the first replica of every device; `wait` starts the remaining ones."""
+        """Open the listeners for all replicas, and start the first replica of every device.
+
+        `wait` starts the remaining replicas, one after the other on each device.
+        """
         devices = devices_of(self.plan)
         self._turns = Turns(devices)
         for replica in devices:  # API servers must have all sockets before the first replica starts
@@ -206,7 +215,7 @@ class Deployment:
             listeners.cleanup()
 
     def listeners(self, replica: ReplicaId, client: int) -> tuple[ZmqListener, ZmqListener]:
-        """Return the sockets (input, output) at which one API server listens for a replica."""
+        """Return the sockets (input, output) at which the API server with index `client` listens for a replica."""
         listeners = self._listeners[replica]
         return listeners.inputs[client], listeners.outputs[client]
 
@@ -219,7 +228,11 @@ class Deployment:
 
     @contextlib.contextmanager
     def _replica_environment(self, stage: str, folder: str) -> Iterator[None]:
-        """Set the environment for making configs of a stage and starting its replicas; `folder`: for their files."""
+        """Set the environment variables for making configs of a stage and starting its replicas, inside the block.
+
+        Args:
+            folder: folder for the replicas' sockets and temporary files.
+        """
         variables = {"VLLM_RPC_BASE_PATH": folder}
         if (ports := self.plan.config.cluster.ports) is not None:  # the libraries read them at their import
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
@@ -232,7 +245,7 @@ class Deployment:
             yield
 
     def _place(self, replica: ReplicaId) -> str:
-        """Return an empty folder for a replica's files."""
+        """Create an empty folder for a replica's files, and return its path."""
         place = Path(self.folder, f"{replica.stage}-{replica.index}")
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -251,7 +264,11 @@ class Deployment:
         return config
 
     def _keep(self, stage: str, config: VllmConfig) -> None:
-        """Store a stage's config. API servers get the frontend's `shutdown_timeout`; engines get 0, and end at once."""
+        """Store the config of a stage.
+
+        API servers get the frontend's `shutdown_timeout` (`drain_s`), since they wait for requests to end. Engines get
+        0, and end at once.
+        """
         if stage == self.plan.frontend_stage:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0
@@ -323,9 +340,12 @@ class Deployment:
 
     @contextlib.contextmanager
     def forking(self, threads: int = 1) -> Iterator[None]:
-        """Prepare this process for starting others inside the block; forked ones get `threads` compute threads.
+        """Prepare this process for starting others inside the block.
 
         No progress line is written inside: a line would get into a replica's log, and a fork could copy a held lock.
+
+        Args:
+            threads: number of compute threads of forked processes.
         """
         with contextlib.ExitStack() as inside:
             inside.enter_context(self.progress.speaking)
@@ -337,9 +357,9 @@ class Deployment:
     def wait(self) -> None:
         """Wait until every replica is ready; start replicas that share a device one after the other.
 
-        Answers the start-up handshakes of all replicas at once, because a replica loads nothing before its handshake
-        is answered. Must be called by the thread that entered the block, because a replica ends with the thread that
-        started it.
+        Answers the start-up handshakes of all replicas at once, because a replica loads nothing before its handshake is
+        answered. Must be called by the thread that entered the context manager, because a replica ends with the thread
+        that started it.
 
         Raises:
             StartFailed: a replica ended while starting, or took too long; the message contains the end of its log.
@@ -358,7 +378,7 @@ class Deployment:
                     self.end()
 
     def _take_ready(self, replica: ReplicaId, wait: Future[None]) -> Sequence[ReplicaId]:
-        """Handle the end of a replica's start. Start and return the next replicas of the same devices.
+        """Handle a replica that is ready or has failed. Start and return the next replicas of the same devices.
 
         Raises:
             StartFailed: the replica has failed.
@@ -383,7 +403,7 @@ class Deployment:
         about: Mapping[ReplicaId, ReplicaInfo] | None = None,
         **known: Any,
     ) -> Connections:
-        """Return the data with which API server `client` connects to every replica, with its listeners.
+        """Return the data with which the API server with index `client` connects to every replica.
 
         Args:
             about: the replicas to connect to; None: the replicas of the plan that this process starts.
@@ -446,8 +466,9 @@ class Deployment:
 def may_fork(plan: Plan, usage: UsageContext) -> bool:
     """Return whether replicas are forked, so that vLLM is imported once; otherwise vLLM's own choice (spawn) applies.
 
-    They are forked on a CPU machine only, and only if OpenMP works after a fork. A server's head computes nothing, so
-    OpenMP works in its forks. A program that uses `LLM` may have computed; then a forked process must use one thread.
+    They are forked on a CPU machine only, and only if OpenMP works after a fork. A server's head (the process that
+    starts the replicas) computes nothing, so OpenMP works in its forks. A program that uses `LLM` may have computed;
+    then a forked process must use one thread.
     """
     if plan.machine.platform != "cpu":
         return False

@@ -15,10 +15,10 @@ TAIL_LINES = 30
 """Most lines of a log in an error message."""
 
 FATAL = ("EngineCore encountered a fatal error", "EngineCore failed to start")
-"""vLLM logs one of these with the error that ends an engine. Lines about the shutdown follow."""
+"""Texts of the lines with which vLLM logs the error that ends an engine. Lines about the shutdown follow."""
 
 ERROR = " ERROR "
-"""Log level of the lines of such an error."""
+"""Log level in the lines of an error in vLLM's log."""
 
 _OUT, _ERR = 1, 2
 
@@ -44,12 +44,12 @@ class Logs:
         return None if self._folder is None else self._folder / f"{replica.stage}-{replica.index}.log"
 
     def of(self, replica: ReplicaId) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which started processes, forked or spawned, write to this replica's log."""
+        """Return a context manager. Processes that are started inside its block write to this replica's log."""
         path = self.path(replica)
         return contextlib.nullcontext() if path is None else output_to(path)
 
     def tail(self, replica: ReplicaId) -> str:
-        """Return, for an error message, the last lines of the error that ended the engine, or else of the log."""
+        """Return text for an error message: the last lines of the error that ended the engine, or else of the log."""
         if (path := self.path(replica)) is None:
             return "see its log lines above"
         self._named = True

@@ -16,20 +16,20 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.topology.plan import Plan
 
 EVERY_S = 15.0
-"""Interval between progress lines if the output is no terminal."""
+"""Seconds between two progress lines if the output is not a terminal."""
 
 SHOWN_EVERY_S = 1.0
-"""Interval between updates of the progress on a terminal."""
+"""Seconds between two updates of the progress on a terminal."""
 
 Show = Callable[[str], None]
 
 
 class Progress:
-    """Reports the ready stages, and the state of the starting replicas. Any thread may call the methods.
+    """Emits lines about ready stages, and shows the states of starting replicas. Any thread may call the methods.
 
     Args:
         tell: receives one line.
-        clock: seconds since the command began.
+        clock: returns the seconds since the command began.
         every_s: interval between progress lines, in seconds.
     """
 
@@ -41,10 +41,10 @@ class Progress:
         self._every_s = every_s
         self._pending = {stage.name: {replica.id for replica in stage.replicas} for stage in plan.stages}
         self._states: dict[str, tuple[str, float]] = {}
-        """By starting replica: its state, and the time at which its start began (monotonic seconds)."""
+        """State, and time at which the start began (monotonic seconds), by starting replica."""
         self._show: Show | None = None
         self.speaking = threading.RLock()
-        """Held while a line is emitted, and while this process's output is redirected."""
+        """Lock, held while a line is emitted, and while this process's output is redirected into a replica's log."""
 
     def starting(self, logs: str) -> None:
         """Emit a line with the stages that are starting; `logs` is the location of their logs."""
@@ -59,7 +59,7 @@ class Progress:
             self._states[str(replica)] = ("starting", time.monotonic())
 
     def reported(self, replica: str, state: str) -> None:
-        """Record the state that a starting replica has reported."""
+        """Record the state that a starting replica has sent, e.g. "loading weights"."""
         with self.speaking:
             if replica in self._states:
                 self._states[replica] = (state, self._states[replica][1])
@@ -108,7 +108,7 @@ def _count(replicas: int) -> str:
 
 
 class Listener:
-    """Receives the states of replicas at a socket in `folder` and shows the progress. Its thread ends with `close`."""
+    """Receives the states of starting replicas at a Unix socket in `folder`, and shows them, until `close`."""
 
     def __init__(self, folder: str, progress: Progress) -> None:
         self.path = os.path.join(folder, "loading")
@@ -145,9 +145,10 @@ class Listener:
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[Show | None]:
-    """Show a spinner with a text while the block runs. Yield a function that sets the text; None without a terminal.
+    """Show a spinner with a text while the block runs.
 
-    The spinner writes to a duplicate of the standard output, which is redirected while replicas are started.
+    Yields a function that sets the text, or None if the output is not a terminal. The spinner writes to a duplicate of
+    the standard output, which is redirected while replicas are started.
     """
     if not Console().is_terminal:
         yield None

@@ -1,8 +1,9 @@
 """Chooses the file with the cluster secret of a deployment that other hosts can join, before any process is started.
 
-Without a configured file, a head uses the default file of its user and host, and creates it if it is missing. A
-headless node on the head's host does the same; on another host the file must exist. The file is created atomically, so
-that two processes that start at the same time use the same secret.
+Without a configured file, a head (the process that starts the deployment) uses the default file of its user and host,
+and creates it if it is missing. A headless node (a process whose replicas join a head) does the same on the head's
+host; on another host the file must exist. The file is created atomically, so that two processes that start at the same
+time use the same secret.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> P
     """Return the plan with the path of its secret file; unchanged without `master_address` or without `cluster_auth`.
 
     Args:
-        headless: the process is a headless node, not a head.
+        headless: the process is a headless node, whose replicas join a head, instead of a head.
+        tell: receives lines for the user.
 
     Raises:
         ConfigError: there is no secret, its default file is not private, or the settings contradict each other.
@@ -81,14 +83,14 @@ def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> P
 
 
 def default_file() -> Path:
-    """Return `$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable `~/.local/state/...`."""
+    """Return the path `$XDG_STATE_HOME/vllm-omni-ext/cluster.secret`; without the variable `~/.local/state/...`."""
     state_home = os.environ.get("XDG_STATE_HOME", "")
     state = Path(state_home) if os.path.isabs(state_home) else Path.home() / ".local" / "state"
     return state / _FOLDER / NAME
 
 
 def find() -> Path | None:
-    """Return the default file; None if it does not exist.
+    """Return the default secret file; None if it does not exist.
 
     Raises:
         ConfigError: the file cannot be read, or other users have access to the file or its folder.
@@ -102,7 +104,7 @@ def find() -> Path | None:
 
 
 def find_or_make() -> tuple[Path, bool]:
-    """Return the default file and whether this call created it.
+    """Return (default secret file, whether this call has created it).
 
     Raises:
         ConfigError: the file cannot be created, or other users have access to the file or its folder.
@@ -126,7 +128,7 @@ def read_by_others(file: Path) -> bool:
 
 
 def _make(file: Path) -> bool:
-    """Create the file with a new secret; False if it exists."""
+    """Create the file with a new secret; return False if the file exists already."""
     if os.path.lexists(file):
         return False
     new = file.with_name(f"{NAME}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -154,7 +156,11 @@ def _check_folder(folder: Path) -> None:
 
 
 def _checked(file: Path) -> Path:
-    """Check the folder, type, owner and mode of a file; return the file."""
+    """Return the path of a secret file.
+
+    Raises:
+        ConfigError: the path is not a file, or other users have access to the file or its folder.
+    """
     _check_folder(file.parent)
     about = file.lstat()
     if not stat.S_ISREG(about.st_mode):

@@ -1,4 +1,4 @@
-"""Starts and restarts the API server processes, and sends them messages. Runs in the head."""
+"""Starts and restarts the API server processes, and sends them messages. Runs in the head process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from vllm_omni_ext.runtime.launch.launcher import START_METHOD, Deployment
 from vllm_omni_ext.runtime.supervise.process_watcher import RestartTotals, restarts_of
 
 Start = Callable[[Connections, Connection], tuple[Callable[..., None], tuple[Any, ...]]]
-"""Function that returns the entry function and the arguments of an API server process that gets these connections and
-this pipe end."""
+"""Function that returns (entry function, arguments) of an API server process that gets these connections and this end
+of a pipe to the head."""
 
 
 @dataclass
@@ -51,13 +51,14 @@ class _Running:
 
 
 class ApiServers:
-    """Starts the API servers, and sends them the events of replicas (it is the supervisor's `ReplicaListener`).
+    """Starts the API servers, and sends them the events of replicas, which it receives as a `ReplicaListener`.
 
     Use as a context manager; leaving it ends the API servers and the replicas. `wait`, entering and leaving run in the
     head's main thread, all other public methods in the replica supervisor's thread.
 
     Args:
-        views: address at which the coordinator publishes views.
+        deployment: the replicas.
+        views: address at which the coordinator publishes views, i.e. the states of all replicas.
         start: returns the entry function of each process.
     """
 
@@ -75,7 +76,7 @@ class ApiServers:
         self._sending = threading.Lock()
         self._changes = OperatorChanges()
         self._changing = threading.Lock()
-        """Held while a change is sent to all API servers, and while an API server starts with the current state."""
+        """Lock, held while a change of an operator is sent to all API servers, and while an API server is started."""
         self._ready_responses: dict[ReplicaId, bytes] = {}
         self._reader: threading.Thread | None = None
         self._wake, self._waker = connection.Pipe(duplex=False)
@@ -114,7 +115,7 @@ class ApiServers:
             pipe.close()
 
     def _replica_started(self, replica: ReplicaId, pid: int) -> None:
-        """Send the API servers the process id of a replica, whose process did not exist when they were started."""
+        """Send the API servers the process id of a replica whose process did not exist when they were started."""
         self._about[replica] = replace(self._about[replica], pid=pid)
         self._broadcast(ReplicaStarted(replica, pid))
 
@@ -136,6 +137,9 @@ class ApiServers:
     def listen(self, replica: ReplicaId, host: str | None = None) -> Sequence[tuple[str, str]]:
         """Open the API servers' listeners for a replica, and announce the replica to the API servers.
 
+        Args:
+            host: the address of this host that the replica can reach; None for a local replica.
+
         Returns:
             The addresses (input, output) of each API server to which the replica connects.
 
@@ -148,7 +152,7 @@ class ApiServers:
         return addresses
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """Send the API servers the data with which they connect to a replica that is ready."""
+        """Send the API servers `ReplicaReady`, and the sockets with which they connect to the replica."""
         self._starting.discard(replica)
         self._about[replica] = about = replace(about, restarts=self._totals.add(replica, about.restarts))
         for client, server in self._servers.items():
@@ -159,7 +163,7 @@ class ApiServers:
             self._send(server, message, given.socket.fileno(), taken.socket.fileno())
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """Drop the state of a replica that has ended, and send `ReplicaEnded`; `again` if it will be restarted."""
+        """Drop the data of a replica that has ended, and send `ReplicaEnded`; `again`: it will be restarted."""
         (self._starting.add if again else self._starting.discard)(replica)
         self._about.pop(replica, None)
         self._ready_responses.pop(replica, None)
@@ -169,9 +173,9 @@ class ApiServers:
         self._broadcast(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """Drop the state of a replica that the coordinator has removed.
+        """Drop the data of a replica that the coordinator has removed.
 
-        Does nothing if `ended` has dropped the state already: then the id may be in use again.
+        Does nothing if `ended` has dropped the data already: then the id may be in use again.
         """
         if self._about.pop(replica, None) is not None:
             self._ready_responses.pop(replica, None)
@@ -180,7 +184,10 @@ class ApiServers:
     # -- when an API server dies ---------------------------------------------------------------------------------
 
     def lost(self, client: int) -> float | None:
-        """Handle the death of an API server: make the other API servers abort its requests in the replicas.
+        """Handle the death of an API server: the other API servers make the replicas abort its requests.
+
+        Args:
+            client: index of the API server.
 
         Returns:
             Pause before the restart of the API server, in seconds; None: no restart.
@@ -194,7 +201,7 @@ class ApiServers:
         return self._restarts[client].failed(time.monotonic())
 
     def start_again(self, client: int) -> Any:
-        """Restart an API server that has died. Return the new process."""
+        """Restart an API server (index `client`) that has died. Return the new process."""
         about = dict(self._about)
         names = {*about, *self._starting, *self._planned}
         with self._changing:

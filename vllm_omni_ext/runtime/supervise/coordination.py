@@ -1,4 +1,7 @@
-"""The head's part of the coordination: assigns the names of replicas, and starts the coordinator's process."""
+"""Assigns the names of replicas, and starts the coordinator's process. Runs in the head, the server's first process.
+
+The coordinator tracks the states of all replicas by their heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,16 @@ FAREWELL_MS = 200
 
 
 class Coordination:
-    """Owns the names of all replicas, and starts the coordinator's process, each time with the same addresses.
+    """Assigns the names of all replicas, and starts the coordinator's process, each time with the same addresses.
 
     Args:
         folder: private directory for the Unix sockets; TCP is used if the head has a `master_address`.
-        forgotten: called with every replica that the coordinator has removed, and whether it had missed heartbeats.
+        forgotten: called for every replica that the coordinator has removed, with whether it had missed heartbeats.
+
+    Attributes:
+        events: the coordinator's address for messages of replicas.
+        views: the coordinator's address at which it publishes the states of all replicas.
+        names: the names that are in use.
     """
 
     def __init__(self, plan: Plan, folder: str, *, forgotten: Callable[[Member, bool], None]) -> None:
@@ -84,7 +92,7 @@ class Coordination:
         return process
 
     def connect(self) -> None:
-        """Connect to the coordinator. Called after all processes of the start have been forked."""
+        """Open the connection over which `leave` sends. Called after all processes of the start have been forked."""
         self._context = zmq.Context()
         self._events = connect(self._context, zmq.PUSH, self.events, self._keys, limit=MAX_MESSAGE_BYTES)
 
@@ -115,7 +123,10 @@ class Coordination:
             self.process = None
 
     async def follow(self) -> None:
-        """Receive the coordinator's views, and call `forgotten` for removed replicas, until the task is cancelled."""
+        """Receive the coordinator's views (states of all replicas), and call `forgotten` for removed replicas.
+
+        Runs until the task is cancelled.
+        """
         silent: set[Member] = set()
         with contextlib.closing(Watcher(self.views, keys=self._keys)) as watcher:
             async for view, changes in watcher:

@@ -1,4 +1,7 @@
-"""Runs `vllm serve MODEL --omni --headless`: replicas of one stage that join a head on this host or another."""
+"""Runs `vllm serve MODEL --omni --headless`: starts replicas of one stage that join a head on this host or another.
+
+The head is the first process of a `vllm serve MODEL --omni` without `--headless`. It starts the API servers.
+"""
 
 from __future__ import annotations
 
@@ -47,30 +50,30 @@ from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Headless, Plan
 
 RETRY_S = 1.0
-"""Interval at which a message to a head that has not answered is sent again."""
+"""Seconds after which a message that the head has not answered is sent again."""
 
 PRESENT_S = 5.0
-"""Interval of the `Present` messages. A head that does not have the replica answers them with `Refusal`."""
+"""Interval of the `Present` messages in seconds. A head that does not have the replica answers them with `Refusal`."""
 
 WAITING_S = 10.0
-"""Interval of the lines for the operator while the head has not answered."""
+"""Interval in seconds of the lines for the operator while the head has not answered."""
 
 LEAVING_TAKES_S = 5.0
-"""Time that leaving may take after the drain time, and the longest wait for a view of the coordinator meanwhile."""
+"""Seconds that leaving may take after the drain time; also the longest wait for a view while leaving."""
 
 LONGEST_PATH = 512
-"""Most characters of a log file's path that are sent."""
+"""Most characters of a log file's path that are sent to the head (`Gone.log`)."""
 
 MOST_BROKEN_HANDSHAKES = 3
 """Failed handshakes in a row after which the process at the head's address is considered incompatible."""
 
 _BROKEN = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _REJECTED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-"""After these events, libzmq does not try again."""
+"""Events of ZeroMQ's handshake after which libzmq does not try to connect again."""
 _HANDSHAKES = _BROKEN | _REJECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 REFUSED, FAILED = 2, 1
-"""Exit statuses: the head has refused a replica and none is left; none is left for another reason."""
+"""Exit statuses if no replica is left: 2 if the head has refused a replica, 1 for another reason."""
 
 
 class Refused(Final):
@@ -79,20 +82,30 @@ class Refused(Final):
 
 @dataclass
 class _Place:
-    """A local replica that is registered at the head: the head's reply, and the message that registers the replica."""
+    """A local replica that is registered at the head.
+
+    Attributes:
+        joined: the head's reply.
+        present: the message that confirms regularly that the replica runs.
+    """
 
     joined: Joined
     present: Present
 
 
 class HeadClient:
-    """Registers local replicas with the head, and sends it their events (it is the supervisor's `ReplicaListener`).
+    """Registers local replicas at the head, and sends the head their events, which it receives as a `ReplicaListener`.
 
-    Used by one thread at a time. A slot is the local id of a replica; the head assigns another id to it.
+    Used by one thread at a time. Arguments `slot` are local ids of replicas. The head assigns other ids, by which the
+    API servers and the log files name the replicas.
 
     Args:
         plan: same as the head's, except for the number of replicas.
         tell: receives a line for the operator every `WAITING_S` seconds while the head does not answer.
+
+    Attributes:
+        places: the registered replicas, by local id.
+        refused: the head has refused a replica.
     """
 
     def __init__(self, plan: Plan, headless: Headless, *, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -100,7 +113,7 @@ class HeadClient:
         self._plan = plan
         self._tell = tell
         self.log_of: Callable[[ReplicaId], Path | None] = lambda replica: None
-        """Returns a replica's log file."""
+        """Function that returns the log file of a replica; set by `HeadlessNode`."""
         self._where = f"{host}:{port}"
         self.host = headless.replica_address or reach(host, port)
         self._hash = config_hash(plan, headless.stage)
@@ -114,7 +127,7 @@ class HeadClient:
         self._broken_handshakes = 0
         self.places: dict[ReplicaId, _Place] = {}
         self._names: dict[ReplicaId, ReplicaId] = {}
-        """By slot: the id that the head assigned last."""
+        """Id that the head has assigned last, by local id."""
         self.refused = False
         self._closing = threading.Event()
 
@@ -127,7 +140,10 @@ class HeadClient:
         self._closing.set()
 
     def listen(self, slot: ReplicaId) -> Sequence[tuple[str, str]]:
-        """Register one replica with the head; return the addresses to which the replica connects.
+        """Register one replica at the head, and wait for the reply.
+
+        Returns:
+            The addresses (input, output) of each API server to which the replica connects.
 
         Raises:
             Refused: the head refuses the replica.
@@ -171,17 +187,17 @@ class HeadClient:
         self._send(place.present)
 
     def ended(self, slot: ReplicaId, reason: str, *, again: bool) -> None:
-        """Report to the head that a replica has ended; `again` if it will be restarted."""
+        """Report to the head that a replica has ended; `again`: this process will restart it."""
         if (place := self.places.pop(slot, None)) is not None:
             log = str(self.log_of(self.name_of(slot)) or "")
             self._send(Gone(ticket=place.joined.ticket, reason=reason[:200], again=again, log=log[:LONGEST_PATH]))
 
     def name_of(self, slot: ReplicaId) -> ReplicaId:
-        """Return the id that the head assigned to the replica last, or the local id before the replica has joined."""
+        """Return the id that the head has assigned to a replica last; the local id before the replica has joined."""
         return self._names.get(slot, slot)
 
     def unknown_to_head(self) -> list[ReplicaId]:
-        """Report all replicas of this process to the head; drop and return those that the head rejects.
+        """Report all replicas of this process to the head; forget and return those that the head rejects.
 
         A head rejects replicas that it has removed. A restarted head rejects all replicas of the head before it.
         """
@@ -194,12 +210,12 @@ class HeadClient:
         return unknown
 
     def _send(self, message: Message) -> None:
-        """Send without waiting. An unreachable head does not get the message; `Join` and `Present` are sent again."""
+        """Send a message if the head is reachable, else drop the message. `Join` and `Present` are sent again later."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(encode(message), zmq.NOBLOCK)
 
     def _check_handshakes(self) -> None:
-        """Raise Refused if the peer at the head's address does not complete the handshake."""
+        """Raise Refused if ZeroMQ's handshake with the head's address fails, e.g. because the secrets differ."""
         rejected = False
         while self._handshakes.poll(0):
             event = recv_monitor_message(self._handshakes)["event"]
@@ -219,7 +235,7 @@ class HeadClient:
                     yield FROM_HEAD.decode(self._socket.recv())
 
     def identity(self, slot: ReplicaId) -> ReplicaIdentity:
-        """Return the identity for a replica's process: the replica's id, and the values for its heartbeats."""
+        """Return the identity that a replica's process gets in its environment: id, and values for its heartbeats."""
         joined = self.places[slot].joined
         return ReplicaIdentity(
             stage=slot.stage,
@@ -236,7 +252,11 @@ class HeadClient:
 
 
 def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
-    """Join the head, run until a signal arrives or no replica is left, and leave. Return the exit status."""
+    """Start replicas that join the head, run until a signal arrives or no replica is left, and leave.
+
+    Returns:
+        The exit status of the process.
+    """
     leaving = threading.Event()
     interrupted = []
 
@@ -268,7 +288,7 @@ def run_headless(plan: Plan, headless: Headless, args: Namespace) -> int:
 
 
 class HeadlessNode:
-    """Starts the replicas of this process and makes them join the head; on exit, drains and ends them."""
+    """Starts the replicas of this process, which join the head. On exit, drains and ends the replicas."""
 
     def __init__(self, deployment: Deployment, head: HeadClient, leaving: threading.Event) -> None:
         self._deployment = deployment
@@ -305,7 +325,10 @@ class HeadlessNode:
             self._leaving.set()
 
     def _check_head(self) -> None:
-        """Every `PRESENT_S` seconds: end the replicas that the head does not have, so that they restart and join."""
+        """End the replicas that the head has removed, so that they are restarted and join again.
+
+        Calls itself again every `PRESENT_S` seconds.
+        """
         if self._leaving.is_set():
             return
         self._replica_supervisor.after(PRESENT_S, self._check_head)
@@ -318,7 +341,12 @@ class HeadlessNode:
 
 
 async def drain_and_wait(joined: Sequence[Joined], keys: Keys | None) -> None:
-    """Send the coordinator `Leave` for these replicas, and wait until their requests have ended."""
+    """Send the coordinator `Leave` for these replicas, and wait until their requests have ended.
+
+    Args:
+        joined: the head's replies to the replicas, at least one.
+        keys: CURVE keys of the coordinator's sockets, if there is a secret.
+    """
     ours = {each.member: each.proof for each in joined}
     watcher = Watcher(joined[0].views, keys=keys)
     context: zmq.Context[Any] = zmq.Context()

@@ -1,8 +1,10 @@
-"""Lets replicas of other hosts join at the head's registration port. Messages are versioned, tagged msgpack; no pickle.
+"""Lets replicas of other processes and hosts join at the head's registration port.
 
-A ticket (a random text in the replica's `Join`) identifies the replica, because the replica may reconnect. The join
+The head is the first process of `vllm serve MODEL --omni`; a headless node is a process whose replicas join a head. A
+ticket (a random text in the replica's `Join`) identifies the replica, because its connection may change. The join
 server checks the replica, assigns it a name, opens the API servers' listeners for it, and replies with the values with
-which the replica starts. After that, the coordinator tracks the replica by its heartbeats.
+which the replica starts. After that, the coordinator tracks the replica by its heartbeats. Messages are versioned,
+tagged msgpack; no pickle.
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ from vllm_omni_ext.topology.agreement import config_hash, model_identity
 from vllm_omni_ext.topology.plan import Plan
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""Longest reply; it contains the addresses of every API server."""
+"""Longest reply of the head in bytes; it contains the addresses of every API server."""
 
 
 class Join(Message, frozen=True, kw_only=True, tag="join"):
-    """Message of a headless node to the head: request to add one replica.
+    """Headless node to head: request to add one replica to the deployment.
 
-    The head rejects it if `stage`, `model`, `config_hash` or `version` differ from its own (`Expected`).
+    The head rejects it if `stage`, `model`, `config_hash` or `version` differ from the head's own (`Expected`).
 
     Attributes:
+        model: identity of the model, see `topology.agreement.model_identity`.
         config_hash: hash of all settings that a stage's replicas share.
+        version: version of this package.
         ticket: unique text of this attempt; a repeated `Join` with the same ticket gets the same reply.
         host: the address of the replica's host from which it reaches the head.
         index: the index that the head assigned to the replica last, if any.
@@ -60,9 +64,9 @@ class Join(Message, frozen=True, kw_only=True, tag="join"):
 
 
 class Present(Message, frozen=True, tag="present"):
-    """Headless node to head, repeated: the replica with this ticket runs. A head without the ticket sends `Refusal`.
+    """Headless node to head, sent regularly: the replica with this ticket runs.
 
-    `pid` is 0 until the replica is ready.
+    A head that does not have the ticket replies with `Refusal`. `pid` is 0 until the replica is ready.
     """
 
     ticket: Name
@@ -71,9 +75,11 @@ class Present(Message, frozen=True, tag="present"):
 
 
 class Gone(Message, frozen=True, tag="gone"):
-    """Headless node to head: the replica with this ticket has ended; `again` if it will be restarted.
+    """Headless node to head: the replica with this ticket has ended.
 
-    `log` is the path of the replica's log file on its host; empty without a log file.
+    Attributes:
+        again: the replica will be restarted, and join with another ticket.
+        log: path of the replica's log file on its host; empty without a log file.
     """
 
     ticket: Name
@@ -83,7 +89,7 @@ class Gone(Message, frozen=True, tag="gone"):
 
 
 class Endpoints(Struct, frozen=True):
-    """The addresses of one API server to which a replica connects."""
+    """The addresses of one API server to which a replica connects: for requests (`input`) and outputs."""
 
     input: str
     output: str
@@ -93,10 +99,11 @@ class Joined(Message, frozen=True, tag="joined"):
     """Head to headless node: a replica may join, and starts with these values.
 
     Attributes:
-        member: the replica's name and epoch; `proof` is the head's proof of both for the coordinator.
+        member: the replica's name and epoch.
+        proof: proof for the coordinator that the head has assigned both (`Member.proof`).
         servers: the addresses of each API server, in order of the servers' index.
         events: the coordinator's address for heartbeats.
-        views: the coordinator's address from which subscribers receive views.
+        views: the coordinator's address from which subscribers receive the states of all replicas.
         interval_s: time between two heartbeats, in seconds.
         drain_s: time that a leaving replica has to finish its requests, in seconds.
     """
@@ -112,7 +119,7 @@ class Joined(Message, frozen=True, tag="joined"):
 
 
 class Refusal(Message, frozen=True, tag="refused"):
-    """Head to headless node: the replica may not join, or is no member any more. `reason` is an error text."""
+    """Head to headless node: a replica may not join, or was removed from the deployment. `reason` is an error text."""
 
     ticket: str
     reason: str
@@ -127,7 +134,7 @@ FROM_HEAD: Channel[FromHead] = Channel(msgspec.msgpack.Decoder(FromHead), MAX_AN
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The head's values, which must equal those in a `Join`. `stages`: config hash by stage name."""
+    """The values of the head that a `Join` must equal. `stages`: `config_hash` by stage name."""
 
     model: str
     version: str
@@ -140,7 +147,7 @@ class Expected:
         return cls(model=model_identity(plan.model), version=__version__, stages=stages)
 
     def objection(self, replica: Join) -> str:
-        """Return the reason to refuse a replica; "" if the replica may join."""
+        """Return the reason to refuse a replica (another model, version, ...); "" if the replica may join."""
         if replica.stage not in self.stages:
             return f"there is no stage '{replica.stage}'; there are {', '.join(sorted(self.stages)) or 'none'}"
         compared = (
@@ -158,17 +165,22 @@ MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
 """libzmq disconnects a peer that sends a longer frame, before the frame is in memory."""
 
 WITHHELD = "it does not belong to this deployment; the reason is in the head's log"
-"""Sent instead of the reason if the head has no secret, because the reason would help an attacker."""
+"""Error text that is sent instead of the reason if the head has no secret: the reason would help an attacker."""
 
 LOG_EVERY_S = 1.0
-"""At most one refusal is logged in this time, so that a flood of messages does not fill the disk."""
+"""Seconds in which at most one refusal is logged, so that a flood of messages does not fill the disk."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Entry:
-    """One replica that has joined. `ready`: the replica has reported that it is ready."""
+    """One replica that has joined.
+
+    Attributes:
+        answer: the reply to the replica's `Join`, which is sent again for a repeated `Join`.
+        ready: the replica has reported that it is ready.
+    """
 
     member: Member
     host: str
@@ -177,7 +189,11 @@ class _Entry:
 
 
 class Refusals:
-    """Logs refusals, and chooses the text for refused replicas: `with_reason`, the reason; otherwise `WITHHELD`."""
+    """Logs refused replicas, and chooses the error text for each.
+
+    Args:
+        with_reason: the text is the reason; otherwise `WITHHELD`.
+    """
 
     def __init__(self, *, with_reason: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._with_reason = with_reason
@@ -186,7 +202,7 @@ class Refusals:
         self._unlogged = 0
 
     def words(self, subject: str, reason: str) -> str:
-        """Log a refusal of `subject` and return the text of the reply."""
+        """Log that `subject` was refused, and return the text for the reply."""
         now = self._clock()
         if now < self._logged + LOG_EVERY_S:
             self._unlogged += 1
@@ -198,9 +214,12 @@ class Refusals:
 
 
 class JoinServer:
-    """Receives the messages of headless nodes and replies. Runs in the replica supervisor's thread until it ends.
+    """Receives the messages of headless nodes, whose replicas join this head, and replies.
+
+    Runs in the thread of the replica supervisor until `close`.
 
     Args:
+        expected: the values that joining replicas must have.
         tell: receives a line for the operator for every replica that joins, leaves or ends.
     """
 
@@ -238,7 +257,7 @@ class JoinServer:
         self._tasks = [replica_supervisor.spawn(work()) for work in (self._serve_handshakes, self._serve)]
 
     def close(self) -> None:
-        """Close the sockets, after the current message has been processed. The replica supervisor must still run."""
+        """Close the sockets once the current message is processed. The replica supervisor's thread must still run."""
         for task in self._tasks:
             task.cancel()
         closed = threading.Event()
@@ -247,9 +266,10 @@ class JoinServer:
         closed.wait()
 
     def forgotten(self, member: Member, *, silent: bool) -> None:
-        """Remove a replica that the coordinator has removed; `silent`: because of missing heartbeats.
+        """Remove a replica that the coordinator has removed. Called in the replica supervisor's thread.
 
-        Called in the replica supervisor's thread.
+        Args:
+            silent: the replica was removed because of missing heartbeats.
         """
         for ticket, entry in tuple(self._entries.items()):
             if entry.member == member:

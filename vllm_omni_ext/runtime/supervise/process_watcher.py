@@ -1,8 +1,8 @@
 """Restarts child processes, mainly replicas, after a pause when they have ended.
 
-vLLM's clients do not detect the end of a killed engine, so the processes are watched here. All decisions are made in
-one thread with an event loop. One more thread for each starting child waits until the child is ready, so that several
-children can start at once. Children that share a CUDA device start one after the other.
+vLLM's clients do not detect the end of a killed engine, so the parent watches the processes here. All decisions are
+made in one thread with an event loop. One more thread for each starting child waits until the child is ready, so that
+several children can start at once. Children that share a CUDA device start one after the other.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ RESTART_WINDOW_S, RESTART_BACKOFF_S, LONGEST_PAUSE_S = 600.0, 1.0, 30.0
 """Window in which failures are counted for `restart_limit`; first and longest pause before a restart. In seconds."""
 
 DOUBLINGS = 64
-"""Upper bound of the exponent of the pause; every pause reaches the longest one with fewer doublings."""
+"""Upper bound of the exponent in `RestartPolicy.failed`, against overflow; `LONGEST_PAUSE_S` is reached before."""
 
 
 class Final(OmniError):
-    """An error that a restart would not fix."""
+    """An error after which a process is not restarted, because a restart would not fix the error."""
 
 
 class Exited(OmniError):
@@ -49,9 +49,10 @@ class Exited(OmniError):
 
 @dataclass(frozen=True, eq=False)
 class Child:
-    """A process that the supervisor restarts. All callables but `wait_ready` are called in the supervisor's thread.
+    """A process that `ChildSupervisor` starts and restarts. All callables but `wait_ready` are called in its thread.
 
     Attributes:
+        name: unique name of the child; that of a replica is its `ReplicaId`.
         start: starts the process and returns it; an exception is handled as the end of the process.
         ended: called with the reason (`Exited`, or the error of the start). Returns the pause before a restart in
             seconds; None: no restart.
@@ -67,7 +68,7 @@ class Child:
 
 
 class ChildSupervisor:
-    """Starts children, watches their processes, and restarts them after their end.
+    """Starts child processes, watches them, and restarts them after their end.
 
     Args:
         turns: determines the children that start one after the other, because they share a device.
@@ -109,11 +110,14 @@ class ChildSupervisor:
         self.do(partial(self._watch, child, process))
 
     def start(self, child: Child) -> None:
-        """Start a child once no earlier child on its devices is starting. Any thread may call this."""
+        """Start a child once no earlier child that shares a device with it is starting. Any thread may call this."""
         self.do(partial(self._start, child))
 
     def close(self) -> None:
-        """Stop starting and watching children. The caller must end the children and then call `join`."""
+        """Stop starting and watching children, and wait until the supervisor's thread does neither any more.
+
+        The caller must end the children and then call `join`.
+        """
         self._closing.set()
         idle = threading.Event()
         self.do(idle.set)
@@ -125,7 +129,7 @@ class ChildSupervisor:
         self.do(self._loop.stop)
 
     def join(self) -> None:
-        """End the threads. Children that the supervisor's thread has started end with the thread."""
+        """End the supervisor's threads. Children that the supervisor's thread has started end with the thread."""
         self.do(self._loop.stop)
         self._thread.join()
         for wait in self._waits:
@@ -222,14 +226,15 @@ class RestartPolicy:
 
 
 def restarts_of(config: OmniConfig) -> RestartPolicy:
-    """Return a restart policy for one process, with the configured `restart_limit`."""
+    """Return a restart policy for one process, with the limit `restart_limit` of the configuration."""
     return RestartPolicy(limit=config.restart_limit, window_s=RESTART_WINDOW_S, backoff_s=RESTART_BACKOFF_S)
 
 
 class RestartTotals:
-    """Counts the restarts of the replicas of each name since the deployment started.
+    """Counts the restarts of all replicas that have had the same name since the deployment started.
 
-    A replica's host reports the count, which begins at 0 on another host: the counts of one name are added up.
+    A replica's host reports the count of its restarts. Another host that gets the name later begins at 0, so the counts
+    of all hosts are added up.
     """
 
     def __init__(self) -> None:
@@ -237,7 +242,11 @@ class RestartTotals:
         self._reported: dict[ReplicaId, int] = {}
 
     def add(self, replica: ReplicaId, reported: int) -> int:
-        """Add the restarts since the last report of a replica's count. Return the total of the replica's name."""
+        """Add the restarts since the last report for this name. Return the total of the name.
+
+        Args:
+            reported: the count of the replica's host. If it is below the last report, another host has sent it.
+        """
         before = self._reported.get(replica, 0)
         self._reported[replica] = reported
         more = reported - before if reported >= before else reported
@@ -252,16 +261,23 @@ Addresses = Sequence[tuple[str, str]]
 
 
 class ReplicaListener(Protocol):
-    """Receives the events of replicas for the API servers, which run on this process's host or at the head."""
+    """Receives the events of replicas from `ReplicaSupervisor`, on behalf of the API servers.
+
+    The head's implementation is `ApiServers`. A headless node, whose replicas join a head, has `HeadClient`.
+    """
 
     def listen(self, replica: ReplicaId) -> Addresses:
-        """Open the listeners for a replica that is going to start; OmniError or OSError if that fails."""
+        """Open the API servers' listeners for a replica that is going to start, and return their addresses.
+
+        Raises:
+            OmniError, OSError: the listeners cannot be opened.
+        """
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """Handle a replica that is ready for requests."""
+        """Handle a replica that is ready for requests: let the API servers connect to it."""
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """Handle the end of a replica; `again` if it will be restarted."""
+        """Handle the end of a replica's process; `again`: the process will be restarted."""
 
 
 class ReplicaSupervisor(ChildSupervisor):
@@ -274,6 +290,9 @@ class ReplicaSupervisor(ChildSupervisor):
         leave: called in the replica supervisor's thread with every replica that has ended.
         given_up: called in the replica supervisor's thread with every replica that has ended and is not restarted.
         closing: see `ChildSupervisor`.
+
+    Attributes:
+        children: the `Child` of each replica.
     """
 
     def __init__(
@@ -299,7 +318,7 @@ class ReplicaSupervisor(ChildSupervisor):
         self.children = {each.id: self._child(each.id) for each in replicas}
 
     def watch_replicas(self) -> None:
-        """Watch the replicas that run already."""
+        """Watch the replicas that `Deployment` has started already."""
         for replica, process in self._deployment.processes().items():
             self.watch(self.children[replica], process)
 
