@@ -1,4 +1,4 @@
-"""Interface of attention over rows of different lengths, which device kernels implement, and its PyTorch version."""
+"""Interface of an attention kernel for rows (sequences) of different lengths, and its implementation in PyTorch."""
 
 from __future__ import annotations
 

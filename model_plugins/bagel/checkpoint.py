@@ -165,7 +165,7 @@ def _fill(model: nn.Module, sources: Sources, file: Any, path: Path, dtype: torc
 
 
 def differences(missing: set[str], unknown: set[str]) -> str:
-    """Return a text with the numbers and some names of the missing and the unknown tensors of a file."""
+    """Return a text for an error message: numbers and some names of a file's missing and unknown tensors."""
     kinds = {"missing": sorted(missing), "unknown": sorted(unknown)}
     return "; ".join(f"{len(names)} {kind} tensors: {_some(names)}" for kind, names in kinds.items() if names)
 

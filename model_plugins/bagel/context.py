@@ -29,9 +29,11 @@ class Context:
     layers: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def extended(self, layers: Sequence[tuple[Tensor, Tensor]], positions: int) -> Context:
-        """Return a context that continues this context with tokens of `positions` RoPE positions.
+        """Return a context that continues this context with new tokens.
 
-        `layers` has the keys and values of the tokens.
+        Args:
+            layers: keys and values of the new tokens, by layer.
+            positions: number of RoPE positions of the new tokens.
         """
         added = layers[0][0].shape[0]
         return Context(self.length + added, self.position + positions, self, tuple(layers))
@@ -48,7 +50,12 @@ EMPTY = Context()
 
 
 class GrowingContext:
-    """A context to which single tokens are appended. The memory of these tokens is doubled when it is full."""
+    """A context of a text that is being generated: single tokens are appended to a `Context`.
+
+    Args:
+        before: context of the prompt.
+        capacity: number of tokens for which memory is allocated at first; it doubles when it is full.
+    """
 
     def __init__(self, before: Context, capacity: int = 64) -> None:
         self._before = before
@@ -92,4 +99,4 @@ class GrowingContext:
 
 
 Seen = Context | GrowingContext
-"""Types of contexts to which a row can attend."""
+"""Types of contexts to which a row (one sequence of a forward pass) can attend."""

@@ -26,21 +26,21 @@ from vllm_omni_ext.model_plugins.bagel.prefill import Prefill
 from vllm_omni_ext.model_plugins.bagel.prompts import MARKERS, ImagePlan
 
 Branches = dict[str, Context]
-"""Context of each branch, by its name: "cond", and "text" and "img" with guidance."""
+"""Context of each guidance branch (see `prompts.ImagePlan`) by its name: "cond", and "text" and "img" with guidance."""
 
 
 @dataclass(eq=False)
 class RunningImage:
-    """An image between its first noise and its last step.
+    """An image that is being generated: its state between the first noise and the last denoise step.
 
     Attributes:
         parameters: parameters of the request.
         branches: contexts of the branches; they do not change.
         size: height and width in pixels.
         rows, columns: number of rows and columns of latent tokens.
-        places: `[tokens]` int64, indices of the latent tokens in the table of positions.
+        places: `[tokens]` int64, indices of the latent tokens in the table of latent positions.
         latent: `[tokens, token_channels]` float32, the current latent.
-        times, steps: time and step length of each evaluation (`schedule`), on the CPU.
+        times, steps: time and step length of each evaluation (`guidance.schedule`), on the CPU.
         guided: for each evaluation whether branches other than "cond" are computed.
         index: number of completed evaluations.
     """
@@ -111,14 +111,15 @@ def begin(
     generator: torch.Generator | None = None,
     prefill: Prefill | None = None,
 ) -> RunningImage:
-    """Compute the contexts of all branches, and draw the first noise.
+    """Compute the contexts of all branches of a request, and draw the first noise of its image.
 
     Args:
         model: the model.
-        plan: contents of the branches, including the thought if the request thinks.
+        plan: prompts of the branches, including the thought if the model has generated one.
         parameters: parameters of the request.
         generator: generator of the request, on the CPU; None: a new one with the request's seed.
-        prefill: contexts of the request that were computed before, with the same generator; None: no contexts.
+        prefill: the request's `Prefill` with contexts that were computed before, with the same generator; None: a new
+            one.
 
     Raises:
         ParameterError: the model cannot generate an image of that size.
@@ -206,7 +207,14 @@ class Denoiser:
         return projections.leave(out.hidden).float().split(lengths)
 
     def _places(self, contexts: tuple[Context, ...], lengths: tuple[int, ...]) -> tuple[Layout, Tensor]:
-        """Return the layout of the rows' tokens, and the embeddings of the rows' markers `[2 * rows, hidden]`."""
+        """Return the layout of a pass's tokens, and the embeddings of all markers `[2 * rows, hidden]`.
+
+        The last result is reused if contexts and lengths have not changed.
+
+        Args:
+            contexts: context of each row, i.e. of each branch of each image.
+            lengths: number of latent tokens of each row.
+        """
         rows = zip(contexts, lengths, strict=True)
         key = tuple((context.length, context.position, length) for context, length in rows)
         if self._kept is None or key != self._key:
@@ -218,7 +226,7 @@ class Denoiser:
 
 @torch.inference_mode()
 def finish(model: Bagel, running: RunningImage) -> FinishedImage:
-    """Decode a finished image. The autoencoder processes one image at a time, in float32."""
+    """Decode the latent of an image whose denoise steps are done. The autoencoder processes one image, in float32."""
     return decode(model, running.latent, running.rows)
 
 

@@ -1,7 +1,7 @@
 """Describes BAGEL's stages: `ar` generates text from texts and pictures, `dit` generates pictures. Pure data.
 
-`dit` computes the context of a picture itself, so that no KV cache is sent between the stages. It needs the weights for
-text in any case, because the markers around a picture are computed with them.
+`dit` computes the context (keys and values of the prompt) of a picture itself, so that no KV cache is sent between the
+stages. `dit` needs the weights for text in any case: they compute the two marker tokens around a generated picture.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ENGINE = {
 }
 
 _LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 4 * 2 * (64 * 64 + 2)}
-"""Most running requests, and most tokens of a denoise step: (latent tokens + 2) for each branch of each running
-picture. Four pictures of 1024 x 1024 with guidance by the text fit into one step."""
+"""Most running requests, and most tokens of a denoise step: (latent tokens + 2) for each guidance branch of each
+running picture. Four pictures of 1024 x 1024 with guidance by the text (two branches) fit into one step."""
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 """Sampling defaults of texts: the reference's, in place of those in the checkpoint's `generation_config.json`."""

@@ -1,4 +1,8 @@
-"""Computes the times of a request's denoise steps, and combines the velocities that the branches predict."""
+"""Computes the times of a request's denoise steps, and combines the velocities of the guidance branches.
+
+A branch is a prompt with which the model predicts a velocity: the whole prompt, the prompt without its last text, or
+the prompt without its pictures (see `prompts.ImagePlan`).
+"""
 
 from __future__ import annotations
 
@@ -11,27 +15,38 @@ _TINY = 1e-8
 
 
 def schedule(parameters: ImageParameters) -> tuple[Tensor, Tensor]:
-    """Return the times of the evaluations and their step lengths, each `[num_timesteps - 1]` float32 on the CPU."""
+    """Return the time and the step length of each evaluation, i.e. denoise step, in order.
+
+    Returns:
+        Two tensors `[num_timesteps - 1]`, float32 on the CPU; times fall from 1 (noise) to 0 (image).
+    """
     points = torch.linspace(1, 0, parameters.num_timesteps)
     points = parameters.timestep_shift * points / (1 + (parameters.timestep_shift - 1) * points)
     return points[:-1], points[:-1] - points[1:]
 
 
 def guided_steps(parameters: ImageParameters, times: Tensor) -> list[bool]:
-    """Return for each evaluation whether guidance is on. Times are compared in float32."""
+    """Return for each evaluation whether guidance is on: its time is in `cfg_interval`, and `cfg_text_scale` exceeds 1.
+
+    Args:
+        parameters: parameters of the request.
+        times: time of each evaluation, float32 (see `schedule`).
+    """
     after, until = parameters.cfg_interval
     return ((times > after) & (times <= until) & (parameters.cfg_text_scale > 1.0)).tolist()
 
 
 def branch_names(parameters: ImageParameters) -> tuple[str, ...]:
-    """Return the names of the branches that a request computes in any step; the fields of `ImagePlan`."""
+    """Return the names of the branches that a request needs in at least one step: "cond", and "text" and "img" with
+    guidance.
+    """
     if not any(guided_steps(parameters, schedule(parameters)[0])):
         return ("cond",)
     return ("cond", "text", "img") if parameters.cfg_img_scale > 1.0 else ("cond", "text")
 
 
 def guide(parameters: ImageParameters, cond: Tensor, text: Tensor, img: Tensor | None) -> Tensor:
-    """Combine the velocities of the branches into one.
+    """Combine the velocities of an image's branches into one velocity.
 
     Args:
         parameters: parameters of the request.
@@ -53,7 +68,13 @@ def guide(parameters: ImageParameters, cond: Tensor, text: Tensor, img: Tensor |
 
 
 def _limited(guided: Tensor, cond: Tensor, least: float, *, each_token: bool) -> Tensor:
-    """Reduce the vector length of `guided` to that of `cond` if it is larger, by a factor of at least `least`."""
+    """Scale `guided` down to the vector length of `cond` if `guided` is longer; the factor is at least `least`.
+
+    Args:
+        guided, cond: velocities `[tokens, token_channels]`.
+        least: smallest factor.
+        each_token: lengths are computed for each token; False: over the whole image.
+    """
     lengths = [
         torch.linalg.vector_norm(x, dim=-1, keepdim=True) if each_token else torch.linalg.vector_norm(x)
         for x in (cond, guided)

@@ -71,12 +71,24 @@ def to_patches(pixels: Tensor, patch: int) -> Tensor:
 
 
 def places(rows: int, columns: int, side: int) -> Tensor:
-    """Return the indices `[rows * columns]` int64 of a grid's places in a flat table with `side` columns."""
+    """Return the indices of a grid's cells in a flattened square table, `[rows * columns]` int64, in row order.
+
+    The grid is the table's upper left corner; `side` is the number of the table's columns.
+    """
     return (torch.arange(rows)[:, None] * side + torch.arange(columns)).flatten()
 
 
 def to_latents(tokens: Tensor, rows: int, patch: int) -> Tensor:
-    """Return the inverse of `to_patches`, for a grid with `rows` rows of patches."""
+    """Convert latent tokens to latents; the inverse of `to_patches`.
+
+    Args:
+        tokens: `[patches, patch * patch * channels]`.
+        rows: number of rows of patches.
+        patch: side of a patch.
+
+    Returns:
+        `[channels, height, width]`.
+    """
     grid = tokens.unflatten(1, (patch, patch, -1)).unflatten(0, (rows, -1))
     return grid.permute(4, 0, 2, 1, 3).flatten(3).flatten(1, 2)
 

@@ -67,7 +67,7 @@ class ExpertLayer(nn.Module):
 
 
 class MotLayer(nn.Module):
-    """One layer, with both sets of weights."""
+    """One decoder layer, with both sets of weights: "und" and "gen"."""
 
     def __init__(self, sizes: LlmSizes) -> None:
         super().__init__()
@@ -75,7 +75,12 @@ class MotLayer(nn.Module):
         self.gen = ExpertLayer(sizes)
 
     def project(self, und: Tensor, gen: Tensor, order: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return Q, K and V of both sets' tokens in the order of rows, with RoPE. `Layout` defines the arguments."""
+        """Return Q, K and V of all tokens in the order of rows, with RoPE.
+
+        Args:
+            und, gen: hidden states `[n, hidden]` of the und tokens and of the gen tokens.
+            order, cos, sin: see `Layout.order` and `Layout.angles`.
+        """
         each = zip(self.und.project(und), self.gen.project(gen), strict=True)
         query, key, value = (torch.cat(parts)[order] for parts in each)
         return _rotate(query, (cos, sin)), _rotate(key, (cos, sin)), value
@@ -147,13 +152,20 @@ class LanguageModel(nn.Module):
         self.project, self.finish = MotLayer.project, ExpertLayer.finish
 
     def text_layout(self, seen: Sequence[Seen], lengths: Sequence[int]) -> Layout:
-        """Return the layout of text rows of these lengths, with successive positions and causal attention."""
+        """Return the layout of text rows, with successive positions and causal attention.
+
+        Args:
+            seen: for each row, the context to which it attends in addition to its own tokens.
+            lengths: number of tokens of each row.
+        """
         positions = [row.position + at for row, length in zip(seen, lengths, strict=True) for at in range(length)]
         return self._layout(seen, lengths, torch.tensor(positions), causal=True)
 
     def block_layout(self, seen: Sequence[Seen], lengths: Sequence[int], *, latents: bool) -> Layout:
-        """Return the layout of rows with one image block in each. All tokens of a block have one position and attend
-        to each other.
+        """Return the layout of rows with one image block in each.
+
+        An image block is the tokens of an image with its two markers. All tokens of a block have one position and
+        attend to each other.
 
         Args:
             seen: for each row, the context to which it attends in addition to its block.
@@ -245,7 +257,14 @@ def _rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _with_seen(key: Tensor, value: Tensor, lengths: Sequence[int], seen: Sequence[Seen], layer: int) -> KeysValues:
-    """Return keys and values of all rows, each row's context first."""
+    """Return keys and values of all rows, those of a row's context before those of its own tokens.
+
+    Args:
+        key, value: keys and values of the rows' own tokens.
+        lengths: number of own tokens of each row.
+        seen: context of each row.
+        layer: number of the layer.
+    """
     if not any(row.length for row in seen):
         return key, value
     keys, values = [], []

@@ -50,6 +50,12 @@ def latent_tokens(sizes: BagelSizes, height: int, width: int) -> int:
 
 
 def context_tokens(branches: Iterable[Segments]) -> int:
-    """Return the number of tokens whose keys and values these branches store; common prefixes are stored once."""
+    """Return the number of tokens whose keys and values the branches of a request store.
+
+    A common beginning of several branches is stored once.
+
+    Args:
+        branches: prompt of each branch, as segments.
+    """
     prefixes = {branch[:end] for branch in branches for end in range(1, len(branch) + 1)}
     return sum(prefix[-1].length for prefix in prefixes)

@@ -38,7 +38,7 @@ class LatentProjections(nn.Module):
         return self.time_down(F.silu(self.time_up(waves)))
 
     def embed(self, tokens: Tensor, times: Tensor, places: Tensor) -> Tensor:
-        """Return the embeddings `[n, hidden]` of the latent tokens between an image's two markers.
+        """Return the embeddings `[n, hidden]` of an image's latent tokens, without the two marker tokens around them.
 
         Args:
             tokens: latent tokens, `[n, token_channels]` float32.
@@ -79,5 +79,5 @@ class Bagel(nn.Module):
         return self.llm.embed(torch.tensor(ids, device=self.device))
 
     def markers(self) -> Tensor:
-        """Return the embeddings of the two markers around an image, `[2, hidden]`."""
+        """Return the embeddings of the two marker tokens (start, end) around every image, `[2, hidden]`."""
         return self.text_embeddings((self.tokens.image_start, self.tokens.image_end))

@@ -1,4 +1,4 @@
-"""Parameters of an image request, with their names in the reference implementation, and their allowed values."""
+"""Parameters of an image request, and their allowed values. The names are those of the reference implementation."""
 
 from __future__ import annotations
 
@@ -127,7 +127,11 @@ class ImageParameters:
 
 
 def image_parameters(given: Mapping[str, Any], *, edit: bool) -> ImageParameters:
-    """Return parameters from values by name; missing parameters have the default of text to image, or of an edit.
+    """Return parameters from values by name, and check them.
+
+    Args:
+        given: values by the names in `ImageParameters`.
+        edit: missing parameters have the defaults of an edit; False: of text to image.
 
     Raises:
         ParameterError: a name is unknown, or a value is not allowed.

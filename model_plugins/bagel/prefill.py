@@ -1,4 +1,7 @@
-"""Computes contexts (keys and values) from segments. Branches of a request share their common prefix."""
+"""Computes contexts (keys and values) from the segments of a prompt (`prompts.py`).
+
+The branches of a request share the context of their common beginning.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from vllm_omni_ext.model_plugins.bagel.prompts import Segment, Segments, TextSeg
 
 
 class Prefill:
-    """Computes and caches the contexts of one request.
+    """Computes and caches the contexts of one request's prompts.
 
-    The latents of a picture are sampled. Their noise comes from the request's generator, in the order of first use.
+    The latents of an input picture are sampled from the autoencoder's distribution, with noise from the request's
+    generator. The order of the `context` calls therefore determines the noise.
 
     Attributes:
         generator: the request's generator.
@@ -25,7 +29,7 @@ class Prefill:
         self._contexts: dict[Segments, Context] = {(): EMPTY}
 
     def context(self, segments: Segments) -> Context:
-        """Return the context after these segments; contexts of earlier calls are reused."""
+        """Return the context of a prompt with these segments; contexts of earlier calls are reused."""
         found = self._contexts.get(segments)
         if found is None:
             found = self._extended(self.context(segments[:-1]), segments[-1])
@@ -59,7 +63,10 @@ class Prefill:
 
     @torch.inference_mode()
     def draw_latents(self, pixels: Tensor) -> Tensor:
-        """Sample the latents of a picture `[3, height, width]`.
+        """Sample the latents of a picture.
+
+        Args:
+            pixels: `[3, height, width]` from -1 to 1.
 
         Returns:
             Latents `[channels, height / downsample, width / downsample]` float32.

@@ -1,6 +1,7 @@
-"""Converts texts and pictures to the prompts of a request, as segments of three types.
+"""Converts texts and pictures of a request to its prompts. A prompt is a tuple of segments.
 
-Pure data (ids and pixels): the model's weights are not used.
+A segment is a text, a picture as input of the ViT, or a picture as input of the autoencoder. The model computes the
+keys and values of one segment in one pass. Segments are pure data (ids and pixels): the model's weights are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Part = str | Image.Image
 """A text or a picture of a prompt."""
 
 MARKERS = 2
-"""Number of marker tokens around an image."""
+"""Number of marker tokens around an image: one before and one after."""
 
 THINK_THEN_ANSWER = (
     "You should first think about the reasoning process in the mind and then provide the user with the answer. \n"
@@ -90,12 +91,14 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """Prompts of the branches of an image request.
+    """Prompts of the guidance branches of an image request. The model predicts a velocity with each of them.
 
     Attributes:
         cond: the whole prompt.
-        text: the prompt without its last text. Guidance by text increases the difference from this branch's prediction.
-        img: the prompt without its pictures. Guidance by pictures increases the difference from its prediction.
+        text: the prompt without its last text. Guidance by text increases the difference between the predictions of
+            `cond` and `text`.
+        img: the prompt without its pictures. Guidance by pictures increases the difference from the prediction of
+            `img`.
         size: height and width of the last picture after its resize, in pixels; None if there was no picture.
     """
 
@@ -109,7 +112,7 @@ class ImagePlan:
         return {"cond": self.cond, "text": self.text, "img": self.img}[name]
 
     def with_thought(self, thought: TextSegment) -> ImagePlan:
-        """Return the plan with the model's thought at the end of `cond`, so that guidance includes the thought."""
+        """Return the plan with the model's thought at the end of `cond` only, so that guidance includes the thought."""
         return replace(self, cond=(*self.cond, thought))
 
 
@@ -127,7 +130,12 @@ class Piece:
 
 
 def image_plan(pieces: Sequence[Piece], system: TextSegment | None = None) -> ImagePlan:
-    """Return the prompts of an image request from its pieces, in order; `system` is the system prompt of a thought."""
+    """Return the prompts of an image request.
+
+    Args:
+        pieces: texts and pictures of the request, in order.
+        system: system prompt with which the model generates a thought first; None without a thought.
+    """
     cond: Segments = () if system is None else (system,)
     text: Segments = ()
     img, size = cond, None
@@ -141,7 +149,7 @@ def image_plan(pieces: Sequence[Piece], system: TextSegment | None = None) -> Im
 
 
 class Prompts:
-    """Converts texts and pictures of a user to segments."""
+    """Converts texts and pictures of a request to segments, with a checkpoint's tokenizer and sizes."""
 
     def __init__(self, tokens: Tokens, sizes: BagelSizes) -> None:
         self._tokens, self._sizes = tokens, sizes
@@ -150,6 +158,10 @@ class Prompts:
         """Return the prompts of an image request from texts and pictures, in order.
 
         Without pictures the request is text to image, with pictures an edit. ParameterError if there are no parts.
+
+        Args:
+            parts: texts and pictures.
+            think: the prompts begin with the system prompt for a thought.
         """
         pieces = [
             Piece((self.text(part),)) if isinstance(part, str) else self.picture(self._resized(part))
@@ -158,7 +170,7 @@ class Prompts:
         return image_plan(pieces, self.text(THINK_THEN_DRAW) if think else None)
 
     def reply(self, parts: Sequence[Part], *, think: bool = False) -> Segments:
-        """Return the prompt of a text reply from texts and pictures, in order; only the ViT reads the pictures."""
+        """Return the prompt of a text reply from texts and pictures, in order; pictures are input of the ViT only."""
         found: Segments = (self.text(THINK_THEN_ANSWER),) if think else ()
         for part in _checked(parts):
             found = (*found, self.text(part) if isinstance(part, str) else self.patches(self._resized(part)))
@@ -183,7 +195,10 @@ class Prompts:
         return VitSegment(images.to_patches(pixels, vit.patch), images.places(*grid, vit.side))
 
     def latents(self, picture: Image.Image) -> VaeSegment:
-        """Return the autoencoder's input for a resized picture, which is resized again: this may change its size."""
+        """Return the autoencoder's input for a resized picture.
+
+        As in the reference, the picture is resized a second time, which may change its size.
+        """
         pixels = images.to_pixels(images.resize(picture, self._sizes.vae_resize))
         of = self._sizes.token_pixels
         return VaeSegment(pixels, pixels.shape[1] // of, pixels.shape[2] // of)

@@ -153,7 +153,11 @@ RELEASED = BagelSizes(
 def read_sizes(
     ema: Shapes, ae: Shapes, config: Mapping[str, Any], llm: Mapping[str, Any], vit: Mapping[str, Any]
 ) -> BagelSizes:
-    """Return the sizes of the checkpoint with these tensor shapes and configs.
+    """Return the sizes of a checkpoint from the shapes of its tensors and from its configs.
+
+    Args:
+        ema, ae: shapes by tensor name in `ema.safetensors` and `ae.safetensors`.
+        config, llm, vit: contents of `config.json` (may be empty), `llm_config.json` and `vit_config.json`.
 
     Raises:
         CheckpointError: a tensor from which sizes are read is missing, or has an invalid shape.
@@ -227,7 +231,13 @@ def _vae(shapes: Shapes, config: Mapping[str, Any]) -> VaeSizes:
 
 
 def _rule(written: Any, released: ResizeRule, largest: int) -> ResizeRule:
-    """Return the checkpoint's resize rule, or `released` without one, with sides of at most `largest` pixels."""
+    """Return a resize rule with sides of at most `largest` pixels.
+
+    Args:
+        written: the rule in the checkpoint's config, [longest, shortest, stride]; None: `released` applies.
+        released: the rule of the released checkpoint.
+        largest: limit of the sides in pixels.
+    """
     try:
         rule = released if written is None else ResizeRule(*(int(number) for number in written))
     except (TypeError, ValueError):

@@ -12,7 +12,7 @@ from vllm_omni_ext.model_plugins.bagel.model import Bagel
 
 
 class RunningText:
-    """A text that is being generated: a reply or a thought.
+    """A text that is being generated: a reply, or a thought (the model's plan of a picture).
 
     Attributes:
         ids: the start id (or `first`), followed by the generated ids without the end id.
@@ -21,7 +21,13 @@ class RunningText:
     """
 
     def __init__(self, model: Bagel, context: Context, max_tokens: int, first: int | None = None) -> None:
-        """Begin a text of at most `max_tokens` ids after `context`, including its first id (None: the start id)."""
+        """Begin a text after a prompt.
+
+        Args:
+            context: context of the prompt.
+            max_tokens: most ids of the text, its first id included.
+            first: first id of the text; None: the start id.
+        """
         self.context = GrowingContext(context)
         self.ids: list[int] = [model.tokens.start if first is None else first]
         self.done = max_tokens <= 1
@@ -38,7 +44,9 @@ class RunningText:
 
 @torch.inference_mode()
 def next_logits(model: Bagel, running: Sequence[RunningText]) -> Tensor:
-    """Compute the last id of each text, in one forward pass; after an exception, all texts are unchanged.
+    """Compute the last id of each text in one forward pass, and add its keys and values to the text's context.
+
+    After an exception, all texts are unchanged.
 
     Returns:
         Logits of the next ids, `[texts, vocabulary]` float32.

@@ -1,14 +1,17 @@
-"""The diffusion transformer of token2wav, over blocks of an utterance as they arrive: codes in, mel frames out.
+"""The diffusion transformer of token2wav: converts the codes of an utterance to mel frames, block by block.
 
-Transformers solves the equation for a whole utterance, in 36 evaluations (`solver.py`). In each, every layer attends to
-the position's own block of `block_size` mel frames; some layers also attend to the block before
-(`look_backward_layers`) or after (`look_ahead_layers`). Of the evaluation before, a block therefore needs one later
-block for each layer that looks ahead, and no more. Here a block enters an evaluation when it has left the earlier one,
-and waits at a layer that looks ahead for the block after it. Each block is computed once for each evaluation and layer,
-and the results equal those over the whole utterance, up to the rounding of float32. A block is final when
-`evaluations * delay` later blocks have arrived, or the utterance has ended.
+Transformers solves the flow-matching equation for a whole utterance, in 36 evaluations of the transformer
+(`solver.py`). In each evaluation, every layer attends to the position's own block of `block_size` mel frames; some
+layers also attend to the block before (`look_backward_layers`) or after (`look_ahead_layers`). For one evaluation of a
+block, the transformer therefore needs as many later blocks as it has layers that look ahead, and no more.
 
-Rows of a pass are blocks, of any number of utterances.
+Here a block enters an evaluation when it has left the preceding evaluation, and waits at a layer that looks ahead until
+the next block arrives there. Each block is computed once for each evaluation and layer, and the results equal those
+over the whole utterance, up to the rounding of float32. A block is final when `evaluations * delay` later blocks have
+arrived, or the utterance has ended.
+
+In shapes, `blocks` is the blocks of any number of utterances that are computed together, and `rows` is 2 for the
+predictions with and without conditions (codes and speaker), or 1 without guidance.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES, Solver
 
 @dataclass(frozen=True)
 class Voice:
-    """A speaker, for the transformer.
+    """The transformer's inputs that depend on the speaker.
 
     Attributes:
-        speaker: embedding, [width].
-        reference: encoded reference spectrogram, [2, width]: with it, and for the prediction without conditions.
+        speaker: embedding of the speaker, [width].
+        reference: encoder outputs [2, width] for the speaker's reference spectrogram, and for zeros in its place (for
+            the prediction without conditions).
     """
 
     speaker: Tensor
@@ -53,7 +57,7 @@ class Block:
     Attributes:
         first: position of the first frame.
         length: number of frames; the last block of an utterance may have fewer than `block_size`.
-        condition: what the transformer gets of codes and voice, [rows, block_size, width].
+        condition: embeddings of reference, codes and speaker, concatenated, [rows, block_size, width].
         value: solution at the beginning of the current step, [block_size, mel].
         point: input of the next evaluation, [block_size, mel].
         slopes: velocities of the current step so far.
@@ -69,10 +73,11 @@ class Block:
 
 @dataclass(eq=False)
 class _AtLayer:
-    """What a layer of an evaluation keeps of an utterance.
+    """State of one utterance at one layer of one evaluation.
 
     Attributes:
-        waiting: blocks whose next block has not arrived, and their hidden states [blocks, rows, block_size, hidden].
+        waiting: blocks that wait at the layer, because the next block of the utterance has not arrived.
+        hidden: hidden states of these blocks [blocks, rows, block_size, hidden]; None if no block waits.
         before: keys and values of the last block that has left the layer, [2, rows, heads, block_size, head_dim].
     """
 
@@ -83,7 +88,13 @@ class _AtLayer:
 
 @dataclass(frozen=True)
 class _Place:
-    """Rotary cosines and sines of blocks [blocks, block_size, head_dim], and which frames exist, bool."""
+    """Tensors that depend only on the positions and lengths of blocks, for all layers of an evaluation.
+
+    Attributes:
+        numbers: `Block.first` and `Block.length` of each block.
+        cos, sin: rotary cosines and sines [blocks, block_size, head_dim].
+        exists: bool [blocks, block_size]; False for padding after the last frame of an utterance.
+    """
 
     numbers: tuple[tuple[int, int], ...]
     cos: Tensor
@@ -92,10 +103,12 @@ class _Place:
 
 
 class DiTState:
-    """State of one utterance between parts.
+    """State of one utterance between its parts.
 
     Args:
-        seed: of the noise from which the equation starts.
+        voice: speaker of the utterance.
+        solver: parameters of the equation.
+        seed: seed of the noise from which the equation starts.
     """
 
     def __init__(self, voice: Voice, solver: Solver, seed: int) -> None:
@@ -118,7 +131,7 @@ class StreamingDiT:
 
     Attributes:
         model: Transformers' module, which has the weights; its parameter names are those of a checkpoint.
-        delay: blocks that must follow a block before its mel frames are final, for each evaluation.
+        delay: number of later blocks that a block needs in each evaluation.
     """
 
     def __init__(self, config: Any) -> None:
@@ -145,14 +158,17 @@ class StreamingDiT:
         return self.model.proj_out.weight.device
 
     def _divided(self, layers: int) -> Iterator[range]:
-        """Yield runs of layers: one layer that attends to other blocks, or several that do not."""
+        """Yield runs of consecutive layer numbers: one layer that attends to other blocks, or several that do not."""
         for _, run in groupby(range(layers), lambda number: number if self._neighbours(number) else None):
             numbers = list(run)
             yield range(numbers[0], numbers[-1] + 1)
 
     @torch.inference_mode()
     def record(self, recorder: Recorder) -> None:
-        """Record the layers that attend to no other block, for guided evaluations; from then on they run as graphs."""
+        """Record the runs of layers that attend to no other block as CUDA graphs, which `decode` then replays.
+
+        The graphs are for evaluations with guidance only.
+        """
         like = torch.zeros(1, 2, self.block, self.model.hidden_size, device=self.device)
         runs = [run for run in self._runs if not self._neighbours(run[0])]
         layers = len(self.model.transformer_blocks)
@@ -161,17 +177,18 @@ class StreamingDiT:
         self._graphs = graphs
 
     def voice(self, speaker: Tensor, reference: Tensor) -> Voice:
-        """Return a speaker from its embedding [1, width] and reference spectrogram [1, frames, mel]."""
+        """Return a speaker's `Voice` from its embedding [1, width] and its reference spectrogram [1, frames, mel]."""
         encoder = self.model.input_embed.spk_encoder
         both = torch.cat([reference, torch.zeros_like(reference)])
         return Voice(speaker[0], encoder(both))
 
     def decode(self, codes: Sequence[Tensor], states: Sequence[DiTState], lasts: Sequence[bool]) -> list[Tensor]:
-        """Add codes to utterances; return the mel frames of each that became final, [frames, mel].
+        """Add codes to utterances; return for each utterance the mel frames that became final, [frames, mel].
 
         Args:
-            codes: int64 [n] for each utterance, n may be 0.
-            lasts: no codes follow in the utterance.
+            codes: for each utterance its new codes, int64 [n]; n may be 0.
+            states: state of each utterance, updated in place.
+            lasts: for each utterance whether no codes follow.
         """
         found: list[Tensor] = [torch.zeros(0, self.mel, device=self.device)] * len(states)
         groups: dict[Solver, list[int]] = {}
@@ -187,7 +204,10 @@ class StreamingDiT:
         return found
 
     def _blocks(self, codes: Tensor, state: DiTState, last: bool) -> list[Block]:
-        """Return the blocks that the codes complete; the rest is kept, unless it is the end."""
+        """Add codes to an utterance; return its new blocks, whose values are noise.
+
+        Codes of an incomplete block are kept in `state`. If no codes follow (`last`), they are a shorter last block.
+        """
         size = self.block // self.repeats
         state.codes = torch.cat([state.codes, codes.cpu()])
         count = -(-len(state.codes) // size) if last else len(state.codes) // size
@@ -206,7 +226,11 @@ class StreamingDiT:
         return blocks
 
     def _conditions(self, codes: Tensor, state: DiTState) -> Tensor:
-        """Return reference, codes and speaker of blocks of codes [blocks, codes]: [blocks, rows, block_size, width]."""
+        """Return `Block.condition` of new blocks of an utterance, [blocks, rows, block_size, width].
+
+        Args:
+            codes: codes of each block, int64 [blocks, codes of a block].
+        """
         embed, voice = self.model.text_embed.codec_embed, state.voice
         rows = 2 if state.solver.guided else 1
         spoken = [embed(codes), embed(torch.zeros_like(codes))][:rows]
@@ -219,7 +243,10 @@ class StreamingDiT:
     def _solve(
         self, solver: Solver, states: Sequence[DiTState], blocks: list[list[Block]], lasts: Sequence[bool]
     ) -> list[list[Block]]:
-        """Move new blocks through all evaluations as far as they can go; return the blocks that are final."""
+        """Compute all evaluations that new blocks make possible; return the blocks that became final.
+
+        The arguments, except `solver`, and the result have one entry for each utterance.
+        """
         for evaluation in range(solver.evaluations):
             ending = any(lasts) and bool(self.ahead)  # blocks that wait at a layer leave it at the end
             if not (ending or any(blocks)):
@@ -239,7 +266,14 @@ class StreamingDiT:
         blocks: list[list[Block]],
         lasts: Sequence[bool],
     ) -> list[list[Block]]:
-        """Compute velocities: each block that leaves the last layer has one more slope."""
+        """Compute one evaluation of the transformer, and append the velocity of each block that completes it.
+
+        Args:
+            blocks: for each utterance the blocks that enter the evaluation.
+
+        Returns:
+            for each utterance the blocks that have left the last layer; each has one more entry in `slopes`.
+        """
         modulation, final = self._modulated(solver)[evaluation]
         new = [block for some in blocks for block in some]
         rows = 2 if solver.guided else 1
@@ -266,7 +300,7 @@ class StreamingDiT:
         return number in self.ahead or number in self.backward
 
     def _alone(self, run: range, modulation: Tensor, blocks: list[list[Block]], hidden: Tensor) -> Tensor:
-        """Apply layers that attend to no other block."""
+        """Apply a run of layers that attend to no other block, by a CUDA graph if possible; return hidden states."""
         every = [block for some in blocks for block in some]
         place = self._place(every)
         given = run, hidden, place.cos, place.sin
@@ -279,7 +313,10 @@ class StreamingDiT:
     def _through(
         self, run: range, hidden: Tensor, cos: Tensor, sin: Tensor, exists: Tensor | None, modulation: Tensor
     ) -> Tensor:
-        """Apply layers to blocks, each for itself; see `dit_graphs.Through`. `exists`: None if all frames exist."""
+        """Apply a run of layers that attend to no other block; return hidden states.
+
+        The arguments are those of `dit_graphs.Through`; `exists` is None if all frames exist.
+        """
         mask = None if exists is None else exists[:, None, None, None]
         for number in run:
             layer = self.model.transformer_blocks[number]
@@ -300,8 +337,12 @@ class StreamingDiT:
         """Apply a layer that attends to other blocks; return the blocks that leave it, and their hidden states.
 
         Args:
+            number: number of the layer.
             modulation: shift, scale plus 1 and gate of the attention, then of the MLP, [6, hidden].
-            kept: what the layer keeps of each utterance.
+            kept: state of each utterance at this layer, updated in place.
+            blocks: for each utterance the blocks that arrive at the layer.
+            hidden: hidden states of all these blocks.
+            lasts: for each utterance whether no codes follow.
         """
         if number in self.ahead:
             blocks, hidden = _with_waiting(kept, blocks, hidden)
@@ -321,7 +362,10 @@ class StreamingDiT:
     def _projected(
         self, layer: Any, modulation: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, [blocks, rows, heads, block_size, head_dim]; the first head is rotated."""
+        """Return a layer's queries, keys and values, each [blocks, rows, heads, block_size, head_dim].
+
+        As in Transformers, only the first head of queries and keys has rotary embeddings.
+        """
         normed, attention = _normed(layer.attn_norm.norm, hidden, modulation[1], modulation[0]), layer.attn
         heads = [
             project(normed).unflatten(-1, (self.heads, self.head_dim)).transpose(2, 3)
@@ -334,7 +378,7 @@ class StreamingDiT:
         return heads[0], heads[1], heads[2]
 
     def _place(self, blocks: Sequence[Block]) -> _Place:
-        """Return rotations and lengths of blocks; most layers of a pass have those of the layer before."""
+        """Return the `_Place` of blocks. The last result is kept, since most successive layers have the same blocks."""
         numbers = tuple((block.first, block.length) for block in blocks)
         if self._placed is None or self._placed.numbers != numbers:
             firsts, lengths = async_tensor_h2d(list(numbers), self.device).T[:, :, None]
@@ -353,7 +397,16 @@ class StreamingDiT:
         values: Tensor,
         lasts: Sequence[bool],
     ) -> tuple[list[list[Block]], Tensor, Tensor]:
-        """Attend to neighbouring blocks; return the blocks that leave the layer, their rows, and their results."""
+        """Compute the attention of a layer that attends to neighbouring blocks.
+
+        Args:
+            blocks: for each utterance the blocks that are at the layer.
+            query, keys, values: those of all these blocks, as `_projected` returns them.
+
+        Returns:
+            for each utterance the blocks that leave the layer; their indices among all blocks; their attention outputs
+            [leaving blocks, rows, heads, block_size, head_dim].
+        """
         every = [block for some in blocks for block in some]
         both = torch.stack([keys, values], dim=1)  # [blocks, 2, rows, heads, block_size, head_dim]
         exists = self._place(every).exists
@@ -394,10 +447,11 @@ class StreamingDiT:
         return leaving, picked, F.scaled_dot_product_attention(query[picked], near[:, 0], near[:, 1], attn_mask=mask)
 
     def _modulated(self, solver: Solver) -> list[tuple[Tensor, Tensor]]:
-        """Return modulations by evaluation. They depend on the time alone, so that they are computed once.
+        """Return the modulations of each evaluation, which depend on its time alone and are computed once per solver.
 
-        Those of an evaluation are shifts, scales plus 1 and gates of all layers, [layers, 6, hidden], and scale plus 1
-        and shift of the output, [2, hidden].
+        Returns:
+            for each evaluation a pair: shifts, scales plus 1 and gates of attention and MLP of all layers, [layers, 6,
+            hidden]; and scale plus 1 and shift of the output norm, [2, hidden].
         """
         if solver not in self._modulations:
             times = self.model.time_embed(solver.times().to(self.device))
@@ -419,7 +473,13 @@ def _normed(norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _after(layer: Any, modulation: Tensor, hidden: Tensor, attended: Tensor) -> Tensor:
-    """Return hidden states after a layer's attention, whose results are [blocks, rows, heads, block_size, head_dim]."""
+    """Return a layer's output from its attention: output projection, residual paths and MLP.
+
+    Args:
+        modulation: see `StreamingDiT._attending`.
+        hidden: the layer's input.
+        attended: the attention's output [blocks, rows, heads, block_size, head_dim].
+    """
     joined = attended.transpose(2, 3).flatten(3)
     hidden = torch.addcmul(hidden, modulation[2], layer.attn.to_out[0](joined))
     normed = _normed(layer.ff_norm, hidden, modulation[4], modulation[3])
@@ -429,7 +489,11 @@ def _after(layer: Any, modulation: Tensor, hidden: Tensor, attended: Tensor) -> 
 def _with_waiting(
     kept: Sequence[_AtLayer], blocks: list[list[Block]], hidden: Tensor
 ) -> tuple[list[list[Block]], Tensor]:
-    """Put the blocks that waited at a layer before the new ones of their utterance."""
+    """Insert the blocks that wait at a layer before the new blocks of their utterance.
+
+    Returns:
+        for each utterance its waiting and new blocks; hidden states of all of them.
+    """
     pieces, joined, row = [], [], 0
     for state, some in zip(kept, blocks, strict=True):
         if state.hidden is not None:
@@ -441,7 +505,14 @@ def _with_waiting(
 
 
 def _wait(kept: Sequence[_AtLayer], blocks: list[list[Block]], leaving: list[list[Block]], hidden: Tensor) -> None:
-    """Keep the blocks that have not left a layer."""
+    """Store the blocks that do not leave a layer in `kept`, with their hidden states, until the next block arrives.
+
+    Args:
+        kept: state of each utterance at the layer.
+        blocks: for each utterance the blocks at the layer.
+        leaving: for each utterance the blocks that leave it.
+        hidden: hidden states of all blocks in `blocks`.
+    """
     row = 0
     for state, some, gone in zip(kept, blocks, leaving, strict=True):
         state.waiting = some[len(gone) :]

@@ -1,7 +1,8 @@
-"""Records layers of the transformer as CUDA graphs: runs of layers that attend to their own block only.
+"""Records layers of the diffusion transformer (`dit.py`) as CUDA graphs.
 
-A pass copies hidden states, rotations and modulations into buffers with fixed addresses. Passes of more blocks than
-`MOST_BLOCKS`, and layers that attend to neighbouring blocks, run without graphs.
+A run is a range of consecutive layers in which a position attends to its own block only. A pass applies a run to some
+blocks of utterances; it copies hidden states, rotations and modulations into buffers with fixed addresses. Passes of
+more blocks than `MOST_BLOCKS`, and layers that attend to neighbouring blocks, run without graphs.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ MOST_BLOCKS = 32
 """Blocks of the largest recorded pass: parts of 48 codes of 8 utterances in the released shape."""
 
 Through: TypeAlias = Callable[[range, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Applies layers. Takes their numbers, hidden states [blocks, rows, block_size, hidden], rotary cosines and sines
-[blocks, block_size, head_dim], the frames that exist, bool [blocks, block_size], and modulations [layers, 6, hidden];
-returns hidden states."""
+"""Applies layers. Takes the range of their numbers, hidden states [blocks, rows, block_size, hidden], rotary cosines
+and sines [blocks, block_size, head_dim], the mask of frames that exist, bool [blocks, block_size], and modulations
+[layers, 6, hidden]; returns hidden states. `rows` is 2: predictions with and without the codes."""
 
 
 class DiTGraphs:
@@ -55,7 +56,7 @@ class DiTGraphs:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record all passes, the largest first."""
+        """Record a graph for each run and each number of blocks in `buckets(MOST_BLOCKS)`, the largest first."""
         for size in buckets(MOST_BLOCKS):
             for run in self._runs:
                 try:
@@ -74,10 +75,12 @@ class DiTGraphs:
     def replay(
         self, run: range, hidden: Tensor, cos: Tensor, sin: Tensor, exists: Tensor, modulation: Tensor
     ) -> Tensor | None:
-        """Apply a run of layers; None if no graph is large enough.
+        """Apply a run of layers by replaying a graph. The other arguments are those of `Through`.
 
-        The result is a view of a buffer that the next call overwrites. A block beyond those of the pass is computed
-        too, and changes no other block.
+        Padding blocks of the graph are computed too, and change no other block.
+
+        Returns:
+            hidden states, in a view of a buffer that the next call overwrites; None if no graph is large enough.
         """
         count = len(hidden)
         size = bucket_of(count, [blocks for known, blocks in self._replays if known == run])

@@ -51,16 +51,17 @@ WAVES_ALIVE = 12
 """Tensors of the size of BigVGAN's largest layer: three of the residual blocks, and an activation at twice the rate."""
 
 GRAPH_NODES = 6 * 19 * 38
-"""Operators in the graphs of the transformer (`dit_graphs.py`): 6 numbers of blocks, 19 layers."""
+"""Operators in the graphs of the transformer (`dit_graphs.py`): graphs for 6 numbers of blocks, 19 layers of 38
+operators."""
 
 EVALUATIONS = 36
-"""Evaluations of the equation with its default steps."""
+"""Number of evaluations of the transformer for a block, with the default number of steps."""
 
 
 def facts(
     hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
 ) -> dict[str, StageFacts]:
-    """Return the facts that the planner needs of each stage: weight sizes, context length, activations, caches.
+    """Return by stage the sizes from which the planner computes memory: weights, context length, activations, caches.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -128,7 +129,7 @@ def _decoder(text: Any, head_dim: int) -> dict[str, Any]:
 
 
 def _encoder(vision: Any) -> EncoderMemory:
-    """Return the activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
+    """Return the sizes of the vision encoder; a token consists of `spatial_merge_size` squared patches.
 
     Every device stores each patch's pixels (in float32 and in 16 bits), its rotary cosines and sines, hidden state and
     normed copy. Tensor parallelism divides queries, keys and values, or the inner activations of the MLP.

@@ -28,14 +28,15 @@ MOST_RECOMPUTATIONS = 3
 """Limit of repeated prefills in the thinker for a request whose hidden states the talker could not read."""
 
 HEADER = 2
-"""Positions of the talker's prompt after those of the thinker's: the speaker's id, and the first token of the reply."""
+"""Number of positions in the talker's prompt after those of the thinker's prompt: the speaker's id, and the first token
+of the reply."""
 
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecIds:
-    """Special ids of the talker's vocabulary: padding and end are its two ends."""
+    """Special ids of the talker's vocabulary; speech ends when the talker samples `pad` or `end`."""
 
     pad: int
     begin: int
@@ -60,11 +61,11 @@ class SpeechPlan:
 
     Attributes:
         prompt: the thinker's prompt ids.
-        media: ids of media tokens.
-        voice: id that opens the speaker's text.
+        media: token ids of the placeholders of sounds, images and videos.
+        voice: text id of the speaker, which precedes the reply in the talker's prompt.
         ids: special ids of the talker.
-        utterance: speaker and parameters of token2wav, with a seed.
-        delay: codes that must follow a code before its sound is final.
+        utterance: message that starts the stream in token2wav: speaker and parameters, with a seed.
+        delay: number of codes that must follow a code before its sound is final.
         positions: int32 M-RoPE positions [3, talker prompt length] of a prompt with media, else None.
     """
 
@@ -101,14 +102,14 @@ class SpeechFlow:
         self._hidden = HiddenStates(len(speech.prompt))
         self._writer = ChunkWriter[int](text)
         self._ahead = text.size(0) != ALL
-        self._tokens: list[int] = []  # of the reply, so far
-        self._complete = False  # these are all
+        self._tokens: list[int] = []  # tokens of the reply so far
+        self._complete = False  # no token follows `_tokens`
         self._computing = True  # the thinker has not ended, so that it exports all hidden states
-        self._written = 0  # tokens of the reply that the writer has got
-        self._given: list[int] = []  # ids of the reply in chunks of the schedule
-        self._closed = False  # these are all
-        self._sent = 0  # ids of the reply in the talker
-        self._ended = False  # these are all
+        self._written = 0  # number of tokens of the reply that `_writer` has got
+        self._given: list[int] = []  # tokens of the reply in the chunks that `_writer` has returned
+        self._closed = False  # no token follows `_given`
+        self._sent = 0  # number of tokens in `_given` that were sent to the talker
+        self._ended = False  # all tokens of the reply were sent to the talker
         self._opened = False
         self._spoken = False  # the talker has ended
         self._announced: HiddenStatesRef | None = None
@@ -119,7 +120,7 @@ class SpeechFlow:
         return [Forward(THINKER), *([self._open_talker()] if self._ahead else [])]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Return the actions that follow an event."""
+        """Return the actions that follow from an output of a stage."""
         if event.stage == TALKER and isinstance(event.payload, StageError):
             return self._without_hidden_states(event.payload.reason)
         if event.finish in ("abort", "error"):
@@ -141,7 +142,10 @@ class SpeechFlow:
         return self._forward()
 
     def _forward(self) -> list[Action]:
-        """Give the talker what it can use of hidden states and reply, unless it has ended and freed them."""
+        """Return the actions that send new tokens of the reply, and the location of hidden states, to the talker.
+
+        A token is sent when its hidden state exists. After the talker's end, nothing is sent.
+        """
         if self._spoken:
             return []
         if self._complete and len(self._tokens) < 2:
@@ -184,12 +188,12 @@ class SpeechFlow:
         ]
 
     def _take_stock(self) -> None:
-        """Count what the talker can be given of the reply: ids whose hidden states exist."""
+        """Update `_sent`, the number of tokens of the reply whose hidden states exist, and `_ended`."""
         self._sent = max(self._sent, self._with_hidden_states(len(self._given)))
         self._ended = self._closed and self._sent == len(self._given)
 
     def _more_hidden_states(self) -> list[Action]:
-        """Send the talker the location of new hidden states."""
+        """Return the action that sends the talker the location of new hidden states; none if there are none."""
         ref, known = self._hidden.ref, self._announced
         if ref is None or not self._opened or (known is not None and ref.count <= known.count):
             return []
@@ -227,11 +231,11 @@ class SpeechFlow:
         )
 
     def _without_hidden_states(self, reason: str) -> list[Action]:
-        """Restart a talker that could not read the thinker's hidden states.
+        """Return the actions that restart a talker which could not read the thinker's hidden states.
 
-        The talker reads another copy if there is one. Otherwise the replica that stored them was lost. If the thinker
-        has not ended, it has been restarted on another replica and exports all hidden states again. If it has ended,
-        prompt and reply are computed again in one prefill.
+        The talker reads another copy of the hidden states if there is one. Otherwise the replica that stored them was
+        lost. If the thinker has not ended, it has been restarted on another replica and exports all hidden states
+        again. If the thinker has ended, it computes prompt and reply again in one prefill.
         """
         assert self._announced is not None
         self._hidden.lose(self._announced)
@@ -278,9 +282,10 @@ class SpeechFlow:
 
 
 class ReadAloudFlow(SpeechFlow):
-    """Implements `plugins.flow.Flow` for a text that is read out.
+    """Implements `plugins.flow.Flow` for a text that is read out (`/v1/audio/speech`).
 
-    The thinker computes the text as its own reply, for its hidden states; it generates one token, which is dropped.
+    The talker needs hidden states, so the thinker computes the text as its own reply. The one token that the thinker
+    generates after it is dropped.
 
     Args:
         reply: ids of the text; at least one.

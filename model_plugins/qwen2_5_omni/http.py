@@ -11,10 +11,10 @@ SYSTEM = (
 """System prompt with which the released checkpoints were trained to speak."""
 
 OPENING = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
-"""Prompt of a text that is read out: an empty user turn."""
+"""Conversation before a text that is read out: the system prompt and an empty user turn."""
 
 
 class Qwen2_5OmniHttp(SpeakingHttp):
-    """Serves speech requests and realtime sessions in addition to chat."""
+    """`plugins.http.HttpSurface` of Qwen2.5-Omni: chat, `/v1/audio/speech` and `/v1/realtime`."""
 
     opening = OPENING

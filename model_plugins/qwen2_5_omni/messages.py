@@ -1,9 +1,9 @@
 """The messages with the input of the talker and of token2wav, and the parameters of token2wav. Pure.
 
 Source: Transformers' `Qwen2_5OmniForConditionalGeneration.generate`. The talker's prompt has all positions of the
-thinker's prompt, the id that opens the speaker's text, and the first token of the reply. After the prompt, its input is
-the last code and the next token of the reply, then the end of the text, then padding. Each token of prompt and reply
-comes with its hidden state.
+thinker's prompt, the speaker's text id, and the first token of the reply. After the prompt, the talker's input at each
+position is the code of the position before, with the next token of the reply; after the last token, with the end of
+the text, then with padding. Each token of prompt and reply is accompanied by its hidden state of the thinker.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     """The message that opens a request in the talker.
 
     Attributes:
-        text: ids of the thinker's prompt (MEDIA for tokens of media).
-        voice: id that opens the speaker's text.
+        text: ids of the thinker's prompt (MEDIA for placeholders of sounds, images and videos).
+        voice: text id of the speaker.
         reply: ids of the reply that have a hidden state. The last token of a reply has none.
-        ended: no id follows.
-        positions: int32 M-RoPE positions [3, prompt length], row-major, of a prompt with media.
-        codes: codes that another replica has generated.
+        ended: no id of the reply follows.
+        positions: int32 M-RoPE positions [3, prompt length], row-major, of a prompt with media; None: a text prompt.
+        codes: codes that a lost replica of the talker has generated for the request.
     """
 
     text: list[int]
@@ -37,7 +37,12 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class TalkerChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="chunk"):
-    """The message with more ids of the reply for an open request; fields as in `TalkerPrompt`."""
+    """The message with more ids of the reply for an open request of the talker.
+
+    Attributes:
+        reply: ids that follow those sent so far.
+        ended: no id of the reply follows.
+    """
 
     reply: tuple[int, ...] = ()
     ended: bool = False
@@ -47,13 +52,13 @@ TalkerPayload = TalkerPrompt | TalkerChunk
 
 
 class Token2WavParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of token2wav, those of Transformers' `Qwen2_5OmniToken2WavModel`.
+    """Parameters of the token2wav stage, those of Transformers' `Qwen2_5OmniToken2WavModel`; see `solver.Solver`.
 
     Attributes:
-        seed: of the noise from which the sound is made; None: another one for each request.
-        num_steps: times of the equation, one more than its steps. The work grows with it.
-        guidance_scale: weight of the codes in each step.
-        sway_coefficient: moves the times towards the beginning (negative) or the end.
+        seed: seed of the noise from which the sound is generated; None: a random seed for each request.
+        num_steps: number of times at which the equation is solved, one more than its steps. The work grows with it.
+        guidance_scale: weight of the difference between the predictions with and without the codes.
+        sway_coefficient: moves the times towards 0 (negative) or 1.
     """
 
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -63,7 +68,12 @@ class Token2WavParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Utterance(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="utterance"):
-    """The message of the first part of a stream in token2wav: the speaker, and the parameters with a seed."""
+    """The message with part 0 of an utterance for token2wav.
+
+    Attributes:
+        speaker: name of the speaker.
+        params: parameters of the utterance; `seed` is set.
+    """
 
     speaker: str
     params: Token2WavParams

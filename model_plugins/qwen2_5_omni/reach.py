@@ -1,4 +1,4 @@
-"""How far BigVGAN's convolutions reach, and the windows in which it decodes. Pure."""
+"""Computes on how many mel frames a sample of BigVGAN depends; size of the windows that BigVGAN decodes. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ ACTIVATION_REACH = 6
 """Samples on each side that an anti-aliased activation reads: its filters have 12 taps at twice the rate."""
 
 MOST_WINDOW_FRAMES = 256
-"""Most mel frames in the middle of a window. They determine the activation memory of BigVGAN."""
+"""Most mel frames of a window without its margins, i.e. frames whose samples one call of BigVGAN returns. They
+determine the activation memory of BigVGAN."""
 
 
 def reach(config: Any) -> int:
-    """Return how many mel frames on each side a sample of BigVGAN depends on, or a few more."""
+    """Return how many mel frames on each side a sample of BigVGAN depends on; the number may be a few too large.
+
+    Args:
+        config: a checkpoint's `token2wav_config.bigvgan_config`.
+    """
     kernels = zip(config.resblock_kernel_sizes, config.resblock_dilation_sizes, strict=True)
     block = max(
         sum(2 * ACTIVATION_REACH + (kernel // 2) * (dilation + 1) for dilation in dilations)

@@ -41,7 +41,7 @@ OPENAI_VOICES = {
 
 
 class Qwen2_5OmniRuntime(SpeakingRuntime):
-    """Checks the requests of one checkpoint, and creates their flows."""
+    """`plugins.runtime.ModelRuntime` of Qwen2.5-Omni: checks requests in an API server, and creates their flows."""
 
     text_stages = frozenset({THINKER})
     spoken_stages = SpeechFlow.stages
@@ -71,11 +71,13 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
 
     @property
     def most_speech_tokens(self) -> int:
-        """The thinker reads the text."""
+        """Length in tokens of the thinker's context, which a text of `/v1/audio/speech` must fit in."""
         return self._limits[THINKER]
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
-        """Return the flow and the limits of a request; a request for text alone exports no hidden states.
+        """Return the flow and the token limits of a request.
+
+        The thinker exports hidden states of all positions, unless the answer is text alone.
 
         Raises:
             RequestError: the prompt, or the request's text or `max_tokens`, exceed the context of a stage.
@@ -118,7 +120,7 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         )
 
     def _delay(self, params: Token2WavParams) -> int:
-        """Return how many codes must follow a code before its sound is final, about."""
+        """Return about how many codes must follow a code before its sound is final (see `dit.py`)."""
         dit = self._config.token2wav_config.dit_config
         blocks = 1 + STAGES * (params.num_steps - 1) * len(dit.look_ahead_layers)
         return int(blocks * dit.block_size // dit.repeats)
@@ -129,7 +131,17 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         return SAMPLE_RATE_HZ / (math.prod(token2wav.bigvgan_config.upsample_rates) * token2wav.dit_config.repeats)
 
     def _budget(self, length: int, options: RequestOptions) -> int:
-        """Return the largest number of codes that the talker may generate, by its context and token2wav's length."""
+        """Return the largest number of codes that the talker may generate for a request.
+
+        The limit is the room in the talker's context, or the number of codes that token2wav can decode.
+
+        Args:
+            length: number of tokens in the thinker's prompt.
+
+        Raises:
+            RequestError: the request's own `max_tokens` of the talker exceeds the codes that token2wav can decode.
+            PromptTooLong: the prompt leaves no room in the talker's context.
+        """
         most, wanted = self.most_codes, options.params.get(TALKER)
         if wanted is not None and wanted.max_tokens is not None and wanted.max_tokens > most:
             raise RequestError(
@@ -146,7 +158,10 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         return min(left, most)
 
     def _talker_positions(self, request: Rendered) -> bytes:
-        """Return the M-RoPE positions of the talker's prompt: those of the thinker's, then those of two text tokens."""
+        """Return the M-RoPE positions of the talker's prompt: those of the thinker's prompt, then two text positions.
+
+        The format is that of `TalkerPrompt.positions`.
+        """
         from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 
         thinker = self.thinker_positions(Qwen2_5OmniThinkerForConditionalGeneration, request)

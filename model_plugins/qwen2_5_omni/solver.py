@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 STAGES = 4
-"""Evaluations of a step."""
+"""Number of evaluations of the transformer in a step."""
 
 _THIRD = 1 / 3
 _TWO_THIRDS = 2 / 3
@@ -21,10 +21,10 @@ _TWO_THIRDS = 2 / 3
 
 @dataclass(frozen=True)
 class Solver:
-    """The method with the options of Transformers' `Qwen2_5OmniToken2WavModel`.
+    """The Runge-Kutta method with the options of Transformers' `Qwen2_5OmniToken2WavModel`.
 
     Attributes:
-        num_steps: number of times, one more than the steps.
+        num_steps: number of times at which the solution is computed, one more than the number of steps.
         guidance_scale: weight of the difference between the predictions with and without the codes.
         sway_coefficient: moves the times towards 0 (negative) or 1.
     """
@@ -35,7 +35,7 @@ class Solver:
 
     @property
     def guided(self) -> bool:
-        """Whether each evaluation also predicts without the codes."""
+        """Whether each evaluation computes two predictions: with and without the codes."""
         return self.guidance_scale >= 1e-5
 
     @property
@@ -55,16 +55,16 @@ class Solver:
         return torch.stack([starts, starts + steps * _THIRD, starts + steps * _TWO_THIRDS, ends], dim=1).flatten()
 
     def combined(self, with_codes: Tensor, without: Tensor) -> Tensor:
-        """Return the guided velocity."""
+        """Return the guided velocity from the velocities that are predicted with and without the codes."""
         return with_codes + (with_codes - without) * self.guidance_scale
 
     def advance(self, evaluation: int, start: Tensor, slopes: list[Tensor]) -> Tensor:
-        """Return the input of the next evaluation.
+        """Return the input of the next evaluation; after the last evaluation of a step, the solution at its end.
 
         Args:
-            evaluation: number of the last evaluation.
-            start: value at the beginning of its step.
-            slopes: velocities of the step so far, the last one from this evaluation.
+            evaluation: number of the evaluation that was computed last.
+            start: solution at the beginning of the step that this evaluation belongs to.
+            slopes: velocities of that step so far; the last one is from this evaluation.
         """
         step = float(self._ends[evaluation // STAGES + 1] - self._ends[evaluation // STAGES])
         match slopes:

@@ -1,4 +1,4 @@
-"""The speakers of a checkpoint, which are in a file of their own."""
+"""Reads the speakers of a checkpoint from its file `spk_dict.pt`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ SPEAKERS_FILE = "spk_dict.pt"
 
 
 def speakers_of(model: str, revision: str | None = None) -> Mapping[str, Mapping[str, Any]]:
-    """Return each speaker's `bos_token` (int), `cond` [1, width] and `ref_mel` [1, frames, mel], by name.
+    """Return the data of each speaker by name.
+
+    Keys of a speaker: `bos_token` (its text id in the talker's prompt), `cond` (embedding [1, width]) and `ref_mel`
+    (reference spectrogram [1, frames, mel]).
 
     Args:
         model: directory or name of the checkpoint.
+        revision: revision of the checkpoint on the Hugging Face Hub.
 
     Raises:
-        ConfigError: the checkpoint has no such file.
+        ConfigError: the checkpoint has no file `spk_dict.pt`.
     """
     import torch
     from transformers.utils import cached_file

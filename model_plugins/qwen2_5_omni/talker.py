@@ -1,7 +1,7 @@
 """The talker as a vLLM model: a Qwen2 decoder over codes; `TalkerInputProvider` computes its input embeddings.
 
-vLLM's Qwen2 requires heads that together are as wide as the hidden states, which those of this talker are not. Its
-Llama has a width of heads in the config, and biases of queries, keys and values: the same decoder.
+vLLM's Qwen2 requires that the number of heads times the head size equals the hidden size, which is not so here. vLLM's
+Llama reads the head size from the config, and can have biases of queries, keys and values: it is the same decoder.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class _Decoder(LlamaForCausalLM):
 
 
 class Qwen2_5OmniTalker(StreamedTalker):
-    """Talker of Qwen2.5-Omni.
+    """Model of the talker stage.
 
-    Its input is a linear projection of the sum of a text embedding, a hidden state and a code embedding, all as wide as
-    the thinker. The tables are projected at load, so that the sum is computed in the talker's width.
+    Its input embedding is a linear projection of the sum of a text embedding, a hidden state and a code embedding, all
+    of the thinker's hidden size. Both embedding tables are projected at load, so that the sum is computed in the
+    talker's hidden size.
     """
 
     provider = TalkerInputProvider
@@ -71,12 +72,15 @@ class Qwen2_5OmniTalker(StreamedTalker):
         self.make_empty_intermediate_tensors = self.language_model.make_empty_intermediate_tensors
 
     def project(self, rows: Tensor) -> Tensor:
-        """Project rows [n, thinker hidden] to [n, hidden], without the bias."""
+        """Project embeddings or hidden states [n, thinker hidden] to [n, hidden], without the projection's bias.
+
+        `TalkerInputProvider.rows` adds the bias once to each sum.
+        """
         weight = self.thinker_to_talker_proj.weight
         return nn.functional.linear(rows.to(device=weight.device, dtype=weight.dtype), weight)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load `talker.*`, and project the embedding tables of thinker and talker; return the loaded tensors' names."""
+        """Load `talker.*`, project the embedding tables of thinker and talker; return the names of the parameters."""
         loaded, tables = self.load_talker(weights)
         self.text_table.data.copy_(self._projected(tables[TEXT]))
         embed = self.language_model.model.embed_tokens.weight

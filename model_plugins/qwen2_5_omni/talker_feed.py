@@ -47,7 +47,7 @@ class _Hidden:
         self.count = stop
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Return rows, [stop - start, hidden]; zeros for those that are lost."""
+        """Return hidden states `start` to `stop`, [stop - start, hidden]; zeros for hidden states that are lost."""
         if stop > self.count:
             assert self.lost, "the scheduler computes a position only when its hidden state is there"
             self.add(self._store.new_zeros(stop - self.count, self._store.shape[1]))
@@ -67,7 +67,12 @@ class _Request:
 
 @dataclass
 class _Rows:
-    """What the rows of a step consist of: for each kind, the rows and the ids."""
+    """Ids whose embeddings are summed in a step's rows, i.e. its input embeddings.
+
+    Attributes:
+        at_text, text: row number and id of each text embedding.
+        at_code, codes: row number and id of each code embedding.
+    """
 
     at_text: list[int] = field(default_factory=list)
     text: list[int] = field(default_factory=list)
@@ -97,7 +102,13 @@ class TalkerInputProvider:
         return len(self._requests)
 
     def open(self, req_id: str, payload: TalkerPrompt, hidden_spans: Sequence[tuple[int, int]], params: Any) -> None:
-        """Start a request."""
+        """Start a request; do nothing if it is open (vLLM adds a preempted request again).
+
+        Args:
+            payload: the message with the request's prompt.
+            hidden_spans: not used; they follow from the prompt's length.
+            params: not used.
+        """
         if req_id in self._requests:  # preempted and added again: keep its codes
             return
         self._requests[req_id] = _Request(
@@ -111,7 +122,7 @@ class TalkerInputProvider:
         )
 
     def extend(self, req_id: str, payload: TalkerChunk) -> None:
-        """Append ids of the reply to an open request."""
+        """Append the ids of a `TalkerChunk` to the reply of an open request."""
         request = self._requests[req_id]
         request.reply.extend(payload.reply)
         request.ended = request.ended or payload.ended
@@ -121,7 +132,7 @@ class TalkerInputProvider:
         self._requests[req_id].hidden.add(self._model.project(hidden))
 
     def blank(self, req_id: str) -> None:
-        """Use zeros for all missing hidden states."""
+        """Use zeros for the missing hidden states of a request: they are lost, and the request ends with an error."""
         self._requests[req_id].hidden.lost = True
 
     def close(self, req_id: str) -> None:
@@ -155,7 +166,13 @@ class TalkerInputProvider:
         return async_tensor_h2d(numbers, self._device)
 
     def _collect(self, request: _Request, span: Span, base: int, made: _Rows, hidden: list[tuple[int, Tensor]]) -> None:
-        """Add the parts of a span's rows, which begin at row `base`."""
+        """Collect the ids and hidden states that are summed in the rows of a span.
+
+        Args:
+            base: number of the span's first row in the step.
+            made: gets the ids.
+            hidden: gets pairs of a row number and the projected hidden states [n, hidden] of n rows from there.
+        """
         config, size = self._model.config, len(request.text)
         stop = span.start + span.count
         for position in range(span.start, stop):
@@ -177,7 +194,7 @@ class TalkerInputProvider:
             hidden.append((base + size + 1 + first - span.start, request.hidden.between(size + first, size + last)))
 
     def _reply_at(self, request: _Request, step: int) -> int:
-        """Return the text id of a step after the speaker's id."""
+        """Return the text id of step `step` after the speaker's id: of the reply, then end of text, then padding."""
         config, spoken = self._model.config, len(request.reply)
         if step < spoken:
             return request.reply[step]
@@ -186,7 +203,11 @@ class TalkerInputProvider:
         return end
 
     def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:
-        """Keep the sampled codes, which the next inputs are made of; the stage has no output but its tokens."""
+        """Store the sampled codes, from which the next input embeddings are computed.
+
+        Returns:
+            None for each request: the stage's output is its tokens alone.
+        """
         for req_id, got in zip(req_ids, tokens, strict=True):
             self._requests[req_id].codes.extend(got)
         return [None] * len(req_ids)

@@ -1,8 +1,8 @@
-"""Token2wav: codes of an utterance in, as they arrive, and final samples out.
+"""Token2wav: converts the codes of an utterance to samples, part by part.
 
-`StreamingDiT` makes mel frames of the codes, and BigVGAN samples of the mel frames. BigVGAN has only convolutions: a
-sample depends on mel frames at most `margin` away. Final mel frames are therefore decoded in windows that overlap by
-twice as much, and the middle of each window equals the samples of the whole utterance.
+`StreamingDiT` converts codes to mel frames, and BigVGAN converts mel frames to samples. BigVGAN has only convolutions:
+a sample depends on mel frames at most `margin` away. Final mel frames are therefore decoded in windows that overlap by
+twice `margin`, and the samples in the middle of each window equal those of the whole utterance.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TRIED_CODES = 16
 
 
 class UtteranceState:
-    """State of one utterance between parts.
+    """State of one utterance between its parts.
 
     Attributes:
         dit: state of the transformer.
         mel: final mel frames that later samples depend on, [frames, mel].
-        first: position of the first of these.
-        decoded: mel frames whose samples were returned.
+        first: position in the utterance of the first frame of `mel`.
+        decoded: number of mel frames whose samples were returned.
     """
 
     def __init__(self, dit: DiTState, mel: Tensor) -> None:
@@ -47,7 +47,7 @@ class UtteranceState:
 
 
 class Token2Wav(nn.Module):
-    """Decodes codes of several utterances, with the noise of each from its seed.
+    """Decodes codes of several utterances; the noise of each utterance is drawn from its own seed.
 
     Parameter names are those of a checkpoint's `token2wav.*` tensors without that prefix.
 
@@ -78,16 +78,21 @@ class Token2Wav(nn.Module):
         self.eval()  # Transformers' modules have dropout
 
     def set_speakers(self, speakers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the speakers of the checkpoint, by name."""
+        """Set the checkpoint's speakers, in the form that `speakers.speakers_of` returns."""
         self._speakers = speakers
 
     def record(self, recorder: Recorder) -> None:
-        """Record parts of the transformer's passes; from then on they run as graphs."""
+        """Record layers of the transformer as CUDA graphs, which `decode` then replays (see `dit_graphs.py`)."""
         self._dit.record(recorder)
 
     @torch.inference_mode()
     def new_state(self, voice: str, seed: int, solver: Solver) -> UtteranceState:
         """Return the state of a new utterance.
+
+        Args:
+            voice: name of the speaker.
+            seed: seed of the utterance's noise.
+            solver: parameters of the equation.
 
         Raises:
             ValueError: the checkpoint has no such speaker.
@@ -102,17 +107,18 @@ class Token2Wav(nn.Module):
         return UtteranceState(dit, torch.zeros(0, self._dit.mel, device=self._dit.device))
 
     def try_out(self) -> None:
-        """Decode a short utterance of the first speaker."""
+        """Decode a dummy utterance of `TRIED_CODES` codes, which compiles the kernels."""
         state = self.new_state(next(iter(self._speakers)), 0, Solver())
         self.decode([torch.zeros(TRIED_CODES, dtype=torch.int64)], [state], [True])
 
     @torch.inference_mode()
     def decode(self, codes: Sequence[Tensor], states: Sequence[UtteranceState], lasts: Sequence[bool]) -> list[Tensor]:
-        """Add codes to utterances; return the samples of each that became final, [samples] float32.
+        """Add codes to utterances; return for each utterance the samples that became final, [samples] float32.
 
         Args:
-            codes: int64 [n] for each utterance, n may be 0.
-            lasts: no codes follow in the utterance.
+            codes: for each utterance its new codes, int64 [n]; n may be 0.
+            states: state of each utterance, updated in place.
+            lasts: for each utterance whether no codes follow.
         """
         made = self._dit.decode(codes, [state.dit for state in states], lasts)
         return [self._sound(*each) for each in zip(made, states, lasts, strict=True)]

@@ -20,7 +20,10 @@ from vllm_omni_ext.wire.stage_input import PartHeader
 
 
 class UtteranceStreams(PartStreams):
-    """Decodes the parts of all streams in one call. Sound comes many parts later than its codes (`dit.py`)."""
+    """Decodes the parts of all streams of a step in one call of `Token2Wav.decode`.
+
+    The sound of a code becomes final many parts later (see `dit.py`), so the first parts of a stream have no samples.
+    """
 
     def __init__(self, token2wav: Token2Wav, *, idle_s: float) -> None:
         super().__init__(idle_s=idle_s)
@@ -38,7 +41,7 @@ class UtteranceStreams(PartStreams):
         return self._token2wav.new_state(opened.speaker, params.seed, solver)
 
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
-        """Decode; of several parts of a stream, the last one gets the sound of all."""
+        """Decode the codes of all jobs. Of several parts of a stream, the answer of the last has all samples."""
         codes = [torch.cat(job.chunks).flatten() for job in jobs]
         waves = self._token2wav.decode(codes, [job.stream.state for job in jobs], [job.last for job in jobs])
         for job, wave in zip(jobs, waves, strict=True):

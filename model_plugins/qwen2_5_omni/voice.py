@@ -1,4 +1,4 @@
-"""Divides a reply's codes into parts for token2wav, and joins the sound of its answers. Pure."""
+"""Divides a reply's codes into parts for token2wav, and joins the samples that token2wav returns. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ TOKEN2WAV = "token2wav"
 
 
 class UtteranceStream(CodecStream):
-    """A stream of codes whose sound comes later: the outputs for the first parts of the codes are empty.
+    """A `CodecStream` for token2wav, which returns no samples for the first parts, because their sound is not final.
 
     Args:
-        delay: codes that must follow a code before its sound is final.
+        schedule: number of codes in each part.
+        sample_rate: Hz.
+        utterance: message with part 0.
+        delay: number of codes that must follow a code before its sound is final.
     """
 
     def __init__(self, schedule: ChunkSchedule, sample_rate: int, utterance: Utterance, delay: int) -> None:
@@ -31,7 +34,7 @@ class UtteranceStream(CodecStream):
         return submit
 
     def receive(self, event: Produced) -> Piece | None:
-        """Handle an answer of token2wav; return new sound, or None if there is none that the client has not.
+        """Handle an output of token2wav; return new sound, or None if the client has all samples of the output.
 
         Raises:
             CodecError: see `CodecStream`.

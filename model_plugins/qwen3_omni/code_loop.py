@@ -78,7 +78,11 @@ class CodeLoop:
         return self._weights.norm
 
     def embedded(self, codes: Tensor) -> Tensor:
-        """Return the sums of each frame's embeddings, [frames, hidden], of codes [frames, steps]."""
+        """Return for each frame the sum of the embeddings of its codes, [frames, hidden].
+
+        Args:
+            codes: all codes of the frames but the first ones, [frames, steps].
+        """
         return F.embedding_bag(codes + self._starts, self._table, mode="sum")
 
     def _memory_for(self, batch: int) -> _Memory:

@@ -42,15 +42,16 @@ WEIGHTS = {
 """Tensors of each stage by name; each tensor belongs to the first entry that matches."""
 
 FRAMES_IN_FLIGHT = 256
-"""Frames that the vocoder decodes in one pass (`vocoder.DEFAULT_MAX_FRAMES_PER_PASS`)."""
+"""Most frames that the vocoder decodes in one pass without a CUDA graph (`vocoder.DEFAULT_MAX_FRAMES_PER_PASS`)."""
 
 WAVES_ALIVE = 6
 """Tensors of the size of the vocoder's last block that are alive at the same time. 4.5 were counted on a CPU; the
 remainder is for the workspaces of cuDNN's convolutions."""
 
 FRAME_STATE = 4
-"""Memory of a frame during its computation, as a multiple of the code predictor's keys and values (`frames.py`): these
-twice, logits, random numbers and the activations of a position. 1.3 MB for the released shape in bfloat16."""
+"""Memory of a frame during its computation, as a multiple of the code predictor's keys and values (`frames.py`): the
+keys and values twice, logits, random numbers and the activations of a position. 1.3 MB for the released shape in
+bfloat16."""
 
 PREDICTOR_GRAPH_NODES = 7 * 1100
 """Operators in the graphs of a frame, for 1 to 64 requests (`frames.py`)."""
@@ -68,7 +69,7 @@ STATE_OVERHEAD = 1.25
 def facts(
     hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
 ) -> dict[str, StageFacts]:
-    """Return the facts that the planner needs of each stage: weight sizes, context length, activations, caches.
+    """Return by stage the sizes from which the planner computes memory: weights, context length, activations, caches.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -139,7 +140,7 @@ def _decoder(text: Any) -> dict[str, Any]:
 
 
 def _encoder(vision: Any) -> EncoderMemory:
-    """Return the activations of the vision encoder for one token, which is `spatial_merge_size` squared patches.
+    """Return the sizes of the vision encoder; a token consists of `spatial_merge_size` squared patches.
 
     The peak is in attention. Every device stores each patch's pixels (in float32 and in 16 bits), its rotary cosines
     and sines, hidden state, normed copy, and the hidden states kept for `deepstack`. Tensor parallelism divides the

@@ -1,9 +1,11 @@
 """Completes the talker's frames after sampling: one function computes whole frames from hidden states and first codes.
 
+A frame has one code per code group. The talker samples the first code; the code predictor computes the others.
+
 The function works in buffers that are allocated once, for the largest number of running requests. With a recorder, it
-is recorded for each bucket (batch size) when the engine starts. A frame then takes few launches: copies of the row
-numbers, hidden states and noise to the device, the graph, and the copy of the frames back. Without a recorder, the same
-function is called with the actual number of rows.
+is recorded as a CUDA graph for each bucket (batch size) when the engine starts. A frame then takes few launches: copies
+of the row numbers, hidden states and noise to the device, the graph, and the copy of the frames back. Without a
+recorder, the same function is called with the actual number of rows.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class FrameMaker:
             hidden: hidden states from which the first codes were sampled, [requests, hidden].
             live: indices of the rows of `hidden` that have a frame.
             first: first codes of these rows.
-            draws: sampling parameters of their other codes.
+            draws: sampling parameters of the other codes of these rows.
         """
         count = len(live)
         if count > self._sizes[0]:
@@ -103,7 +105,12 @@ class FrameMaker:
         return self._frames[:count].cpu().to(torch.int32)
 
     def _send(self, rows: int, live: Sequence[int], first: Sequence[int], draws: Sequence[Draw]) -> None:
-        """Copy the `NUMBERS` of `rows` rows to the device; rows beyond the live rows are row 0 with code 0."""
+        """Copy the `NUMBERS` integers of each row to the device; padding rows have hidden state 0 and code 0.
+
+        Args:
+            rows: number of rows of the batch, with padding.
+            live, first, draws: see `make`.
+        """
         count, numbers = len(live), self._written[: NUMBERS * rows].reshape(NUMBERS, rows)
         numbers[:, :count] = np.array((live, first, [draw.greedy for draw in draws]))
         numbers[:, count:] = 0
@@ -111,7 +118,13 @@ class FrameMaker:
             self._numbers[: NUMBERS * rows].copy_(self._host[: NUMBERS * rows], non_blocking=True)
 
     def _choice(self, rows: int, *, greedy: bool, sampling: bool, recorded: bool = False) -> Choice:
-        """Return the sampling of `rows` rows; `greedy`: some rows may be greedy, `sampling`: some may not be greedy."""
+        """Return the object that samples the codes of the first `rows` rows.
+
+        Args:
+            greedy: some of the rows may be greedy.
+            sampling: some of the rows may not be greedy.
+            recorded: the function is recorded as a graph.
+        """
         if not sampling:
             return Choice(None, None, None)
         mask = self._numbers[2 * rows : 3 * rows].bool() if greedy else None

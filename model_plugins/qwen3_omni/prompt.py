@@ -127,12 +127,16 @@ def _runs(
 def talker_prompt(
     prompt: Sequence[int], parts: PromptSegments, voice: str, ids: SpecialIds
 ) -> tuple[list[int], list[int]]:
-    """Return the text ids and the codec ids of the talker's prompt (MULTIMODAL or NO_CODEC at positions without an id).
+    """Return the text ids and the codec ids of the talker's prompt.
 
-    The text ids lack the last one, the first spoken text token. All other ids follow from the thinker's prompt.
+    The talker's input at a position is the sum of the embeddings of its text id and of its codec id. A position without
+    a text id (its input is a hidden state) has MULTIMODAL, one without a codec id NO_CODEC. The list of text ids is
+    shorter by one: the text id of the last position is the first token of the reply, which does not exist yet.
 
     Args:
-        voice: a key of `ids.speakers`.
+        prompt: the thinker's prompt ids.
+        parts: segments of that prompt.
+        voice: name of the speaker, a key of `ids.speakers`.
     """
     text = [MULTIMODAL if t in ids.multimodal else t for a, b in parts.user for t in prompt[a:b]]
     codec = [NO_CODEC] * (len(text) + HEADER)
@@ -144,7 +148,7 @@ def talker_prompt(
 
 
 class Medium(NamedTuple):
-    """A media item of the thinker's prompt: its range of positions, and its key in the media caches."""
+    """An image, video or sound in the thinker's prompt: first position, number of positions, key in vLLM's caches."""
 
     offset: int
     length: int
@@ -161,18 +165,19 @@ def prefix_keys(
     media: Sequence[Medium] = (),
     scope: str = "",
 ) -> tuple[bytes, ...]:
-    """Return the keys of the beginnings of the talker's prompt, SHA-256 digests (see `plugins.flow.Open.prefix_keys`).
+    """Return the keys of the talker's prompt in its prefix cache, one for each beginning of 16, 32, ... positions.
 
-    A key contains the ids and M-RoPE positions of the beginning. The hidden state of a multimodal position depends on
-    the thinker's prompt up to this position. Thus a key contains that part of the thinker's prompt too, with the media
-    items that begin in it.
+    See `plugins.flow.Open.prefix_keys`. A key is a SHA-256 digest of the ids and M-RoPE positions of the beginning. The
+    hidden state of a multimodal position depends on the thinker's prompt up to this position. If the beginning has such
+    positions, that part of the thinker's prompt is in the digest too, with the media items that begin in it.
 
     Args:
         prompt: the thinker's prompt ids.
-        text, codec: see `talker_prompt`; only positions with a text id have keys.
-        positions: int32 M-RoPE positions [3, talker prompt length]; None: those of a text.
+        parts: segments of that prompt.
+        text, codec: ids that `talker_prompt` has returned; the last position, without a text id, is in no key.
+        positions: int32 M-RoPE positions [3, talker prompt length], row-major; None: a text, with positions 0, 1, ...
         media: all media items of the thinker's prompt.
-        scope: requests with different scopes have different keys.
+        scope: requests with different scopes have different keys (`Rendered.scope`).
     """
     known = len(text)
     axes = np.tile(np.arange(known, dtype=np.int32), (3, 1))
@@ -204,7 +209,10 @@ class _ThinkerPrefix:
         self._digest = sha256()
 
     def until(self, stop: int) -> bytes:
-        """Return the digest of positions [0, stop); `stop` never decreases."""
+        """Return the digest of positions [0, stop) and the media items that begin there.
+
+        Successive calls must not decrease `stop`.
+        """
         begun: list[Medium] = []
         while self._media and self._media[0].offset < stop:
             begun.append(self._media.popleft())
@@ -223,10 +231,11 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     Attributes:
         text: text ids of the prompt positions sent so far (MULTIMODAL where the input is a hidden state).
         codec: codec ids of all prompt positions (NO_CODEC at positions without an id).
-        fill: text id of the steps after the end of the track.
-        track: text ids whose embeddings are added to those of the frames, one per step.
-        positions: int32 M-RoPE positions [3, prompt length], row-major, of a multimodal prompt.
-        frames: frames that another replica has generated, one code per code group in each.
+        fill: text id that is used after the last id of `track`.
+        track: text ids of the reply after its first token. The input of step t after the prompt is the sum of the
+            embeddings of frame t and of `track[t]`.
+        positions: int32 M-RoPE positions [3, prompt length], row-major, of a multimodal prompt; None: a text prompt.
+        frames: frames that a lost replica of the talker has generated for the request, one code per code group in each.
     """
 
     text: list[int]
@@ -238,7 +247,12 @@ class TalkerPrompt(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class TalkerChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="chunk"):
-    """The message with more input for an open request: `text` ids that its prompt lacks, then `track` ids."""
+    """The message with more input for an open request of the talker.
+
+    Attributes:
+        text: ids that are appended to `TalkerPrompt.text`.
+        track: ids that are appended to `TalkerPrompt.track`.
+    """
 
     text: tuple[int, ...] = ()
     track: tuple[int, ...] = ()

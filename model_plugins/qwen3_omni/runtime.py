@@ -44,7 +44,7 @@ OPENAI_VOICES = {
 
 
 class Qwen3OmniRuntime(SpeakingRuntime):
-    """Checks the requests of one checkpoint, and creates their flows."""
+    """`plugins.runtime.ModelRuntime` of Qwen3-Omni: checks requests in an API server, and creates their flows."""
 
     text_stages = frozenset({THINKER})
     spoken_stages = SpeechFlow.stages
@@ -68,7 +68,7 @@ class Qwen3OmniRuntime(SpeakingRuntime):
 
     @property
     def most_speech_tokens(self) -> int:
-        """Each token takes a frame at least."""
+        """Length in tokens of the longest text that `/v1/audio/speech` accepts: each token needs one frame at least."""
         return self.most_frames
 
     def capabilities(self) -> Capabilities:
@@ -77,7 +77,9 @@ class Qwen3OmniRuntime(SpeakingRuntime):
         return replace(super().capabilities(), sound_block_ms=block)
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
-        """Return the flow and the limits of a request; text-only prompts export no hidden states.
+        """Return the flow and the token limits of a request.
+
+        The thinker exports hidden states only for an answer with sound to a multimodal prompt.
 
         Raises:
             RequestError: the prompt does not end in an assistant turn, so there is nothing to speak; or the prompt
@@ -97,7 +99,13 @@ class Qwen3OmniRuntime(SpeakingRuntime):
         return replace(planned, features=divided(request.features, self._block))
 
     def _plan_ahead(self, request: Rendered, modalities: Sequence[str]) -> Planned:
-        """Return the plan of a request that fills the thinker's caches for the answer of a longer prompt."""
+        """Return the plan of a request that only computes the beginning of its prompt (`RequestOptions.ahead_of`).
+
+        The thinker's encoder cache and prefix cache then have it for a later request with a longer prompt.
+
+        Args:
+            modalities: modalities of the later answer. With audio, the thinker exports (and keeps) hidden states too.
+        """
         assert self._block is not None, "sounds have blocks"
         prompt, features = beginning(request.prompt, request.features, self._block)
         spans: list[list[int]] = []
@@ -145,12 +153,19 @@ class Qwen3OmniRuntime(SpeakingRuntime):
         )
 
     def _frame_rate(self) -> float:
-        """Return the number of frames in a second of sound."""
+        """Return the number of codec frames in a second of sound."""
         vocoder = self._config.code2wav_config
         return SAMPLE_RATE_HZ / math.prod((*vocoder.upsampling_ratios, *vocoder.upsample_rates))
 
     def _budget(self, parts: PromptSegments, options: RequestOptions) -> int:
-        """Return the largest number of tokens that the talker may generate, by its context and code2wav's length."""
+        """Return the largest number of frames that the talker may generate for a request.
+
+        The limit is the room in the talker's context, or the number of frames that code2wav can decode.
+
+        Raises:
+            RequestError: the request's own `max_tokens` of the talker exceeds the frames that code2wav can decode.
+            PromptTooLong: the prompt leaves no room in the talker's context.
+        """
         most, groups = self.most_frames, self._config.talker_config.num_code_groups
         wanted = options.params.get(TALKER)
         if wanted is not None and wanted.max_tokens is not None and wanted.max_tokens > most:
@@ -181,7 +196,10 @@ class Qwen3OmniRuntime(SpeakingRuntime):
         return parts
 
     def _talker_positions(self, request: Rendered, parts: PromptSegments) -> bytes:
-        """Return the M-RoPE positions of the talker's prompt: the joined user segments, then the assistant header."""
+        """Return the M-RoPE positions of the talker's prompt: the joined user segments, then the assistant header.
+
+        The format is that of `TalkerPrompt.positions`.
+        """
         from vllm.model_executor.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration
 
         positions = self.thinker_positions(
@@ -191,10 +209,11 @@ class Qwen3OmniRuntime(SpeakingRuntime):
 
 
 def before_images(features: Sequence[Any]) -> list[Any]:
-    """Return the videos with a sound of their own that an image follows; in the talker, the others are as text.
+    """Return the videos with a sound track that an image follows; only their positions follow time in the talker.
 
-    Transformers calls the talker's `get_rope_index` without `use_audio_in_video`. It then finds such a video only while
-    an image is left in the prompt.
+    Transformers calls the talker's `get_rope_index` without `use_audio_in_video`. It then finds a video with a sound
+    track only while an image is left in the prompt. Tokens of the other videos with a sound track have positions of
+    text.
     """
     last = max((each.mm_position.offset for each in features if each.modality == "image"), default=-1)
     return [each for each in of_videos(features) if each.mm_position.offset < last]
@@ -206,7 +225,16 @@ def _medium(feature: Any) -> Medium:
 
 
 def join_segments(positions: np.ndarray, segments: Sequence[tuple[int, int]], tail: int) -> bytes:
-    """Return the M-RoPE positions of the joined segments, then of `tail` text tokens; int32 [3, n], row-major."""
+    """Return the M-RoPE positions of joined segments of a prompt, followed by text tokens.
+
+    Args:
+        positions: M-RoPE positions [3, prompt length] of the thinker's prompt.
+        segments: ranges [start, stop) of that prompt which the talker's prompt joins.
+        tail: number of text tokens after the segments.
+
+    Returns:
+        int32 [3, sum of lengths + tail], row-major.
+    """
     pieces: list[np.ndarray] = []
     after = 0
     for start, stop in segments:

@@ -1,11 +1,14 @@
 """Divides the sounds of a prompt into blocks that the audio encoder computes independently of each other.
 
-A block is a window of the encoder's attention (`n_window_infer`, 8 s in the released checkpoint). No row of a block
-depends on later features. Each block becomes a media item whose identifier is a hash of its features. vLLM's encoder
-cache and prefix cache then contain the block for every prompt that begins with the same features.
+A block is a window of the encoder's attention (`n_window_infer`, 8 s in the released checkpoint). No row of a block,
+i.e. the encoder's output for one prompt token, depends on later features. Each block becomes a media item whose
+identifier is a hash of its features. vLLM's encoder cache and prefix cache then contain the block for every prompt that
+begins with the same features.
 
 Features, not samples, are hashed: Whisper's features are clipped at 80 dB below the loudest frame of the whole sound.
 A louder frame that follows can change the features of earlier blocks, which are then computed again.
+
+Lengths of sounds, blocks and chunks are in frames of the features (10 ms).
 """
 
 from __future__ import annotations
@@ -28,21 +31,23 @@ from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import SOUND
 
 FRAME_MS = 10
 CHUNK_FRAMES, CHUNK_ROWS = 100, 13
-"""Frames in a chunk of the convolutions, and its number of rows. vLLM's model code has both as constants."""
+"""Number of frames in a chunk, which the encoder's convolutions process separately, and number of rows that a chunk
+becomes. vLLM's model code has both as constants."""
 
 FEATURES, MASK, LENGTH = "input_audio_features", "feature_attention_mask", "audio_feature_lengths"
-"""Keys of an item: features [mel bins, frames], their mask [frames], and the number of frames."""
+"""Keys of a sound's `MultiModalKwargsItem`: features [mel bins, frames], their mask [frames], and the number of frames.
+"""
 
 _NAMES: LRUCache[tuple[str, int, int], list[str]] = LRUCache(4096)
-"""Hashes of the blocks of a sound, by the sound's hash, the frames of a block and those of the sound.
+"""(hash of a sound, frames of a block, frames of the sound) -> hashes of the sound's blocks.
 
-The sounds of earlier turns are divided again in each turn. An engine holds most of their blocks, which are not sent, so
-a view of the features is enough.
+The sounds of a conversation's earlier turns are divided again in each turn. With known hashes, the data of a block are
+a view of the sound's features, not a copy: the engine has most of these blocks, which are therefore not sent.
 """
 
 
 def block_frames(config: Any) -> int | None:
-    """Return the frames of a block; None if the encoder's chunks differ from those of vLLM's model code.
+    """Return the number of frames in a block; None if the encoder's chunks differ from those of vLLM's model code.
 
     Args:
         config: the `audio_config` of a checkpoint.
@@ -69,15 +74,18 @@ def longest_chunk(features: Iterable[MultiModalFeatureSpec]) -> int:
 
 
 def rows_of_chunk(frames: int) -> int:
-    """Return the rows of a chunk: each of the encoder's three convolutions halves its length, rounded up."""
+    """Return the rows of a chunk of `frames` frames: each of the encoder's three convolutions halves the length."""
     return -(-frames // 8)
 
 
 def named_by_padding(features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-    """Return the features of a prompt, in which a sound's identifier has the length that the encoder pads it to.
+    """Append the length to which the encoder pads a sound to the sound's identifier, its key in vLLM's caches.
 
     The encoder pads the last chunk of a sound to the longest chunk of the prompt's sounds. The rows of a sound without
-    a whole chunk therefore differ from prompt to prompt. An identifier stays if the sound's own chunk is the longest.
+    a whole chunk therefore differ from prompt to prompt. A sound that is not padded keeps its identifier.
+
+    Args:
+        features: all features of a prompt.
     """
     longest = longest_chunk(features)
     return [
@@ -89,9 +97,10 @@ def named_by_padding(features: Sequence[MultiModalFeatureSpec]) -> list[MultiMod
 
 
 def divided(features: Sequence[MultiModalFeatureSpec], block: int) -> list[MultiModalFeatureSpec]:
-    """Return the features of a prompt with each sound of `block` frames or more as blocks; the last may be shorter.
+    """Return the features of a prompt, with each sound of `block` frames or more divided into blocks of `block` frames.
 
-    The sounds of videos are not divided, and no sound of a prompt with such a video: vLLM pairs them by their order.
+    The last block of a sound may be shorter. If a video of the prompt has a sound track, no sound of the prompt is
+    divided, because vLLM assigns sounds to videos by their order.
     """
     if any(each.modality == SOUND and each.mm_position.is_embed is not None for each in features):
         return list(features)
@@ -131,7 +140,12 @@ def _blocks(feature: MultiModalFeatureSpec, block: int) -> list[MultiModalFeatur
 
 
 def _part(data: MultiModalKwargsItem, first: int, count: int, *, copied: bool) -> MultiModalKwargsItem:
-    """Return the frames [first, first + count) of a sound; the features are a contiguous copy or a view."""
+    """Return the data of the frames [first, first + count) of a sound.
+
+    Args:
+        data: the sound's data.
+        copied: the features are a contiguous copy; False: they are a view.
+    """
     stop = first + count
 
     def features(values: torch.Tensor) -> torch.Tensor:
@@ -152,9 +166,13 @@ def _part(data: MultiModalKwargsItem, first: int, count: int, *, copied: bool) -
 def beginning(
     prompt: Sequence[int], features: Sequence[MultiModalFeatureSpec], block: int
 ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-    """Return the beginning of a prompt up to the last whole block of its last sound, and the features therein.
+    """Return (token ids, features) of a prompt's beginning that can be computed before its last sound is complete.
 
-    One token follows the block, the one that follows the sound: it is computed by each prompt itself.
+    The beginning ends with the last whole block of the last sound. The token that follows the sound is appended; a
+    later, longer prompt does not reuse that token but computes its own. Without a sound, the whole prompt is returned.
+
+    Args:
+        block: number of frames in a block.
     """
     blocks = divided(features, block)
     last = next((each for each in reversed(features) if each.modality == SOUND), None)
@@ -170,7 +188,7 @@ def beginning(
 
 
 def joined(features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
-    """Return features in which adjacent blocks are one sound; it has the number of frames as its only data."""
+    """Return features in which adjacent blocks are merged into one sound, whose only data is the number of frames."""
     found: list[MultiModalFeatureSpec] = []
     for feature in features:
         last = found[-1] if found else None

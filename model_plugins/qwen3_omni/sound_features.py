@@ -1,8 +1,9 @@
-"""Features of each sound as in one call of Transformers' processor with all sounds of the prompt.
+"""Patches vLLM's multimodal processor, so that a sound's features do not depend on the processor cache.
 
-That call pads the samples with zeros to the longest sound. The window of a shorter sound's last frame contains zeros,
-the window of the longest sound's last frame its mirrored samples. vLLM calls the processor with the sounds that its
-processor cache lacks, so the last frame would depend on the cache.
+Transformers calls its processor with all sounds of a prompt, and pads their samples with zeros to the longest sound.
+The window of a shorter sound's last frame then contains zeros, the window of the longest sound's last frame contains
+the sound's mirrored samples. vLLM calls Transformers' processor only with the sounds that the processor cache lacks, so
+the last frame of a sound would depend on the cache.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ OPTIONS = "audio_kwargs"
 
 
 def pad_to_longest(processor: Any) -> None:
-    """Make a processor (vLLM's, one object) pad to the longest sound of the prompt, and name sounds by it.
+    """Patch one object, vLLM's multimodal processor, to pad the samples of sounds to the longest sound of the prompt.
 
-    A sound that another one of its prompt exceeds gets a hash of its own in the caches. A client's own name of a sound
-    (vLLM's `uuid`) stays, so that a later prompt can have the name alone.
+    A sound that is shorter than the longest one of its prompt has a separate hash in the caches. A client's own id of a
+    sound (vLLM's `uuid`) stays unchanged, so that a later prompt can refer to the sound by its id alone.
     """
     hop = int(processor.info.get_hf_processor().feature_extractor.hop_length)
     hashes, missing = processor._get_mm_hashes, processor._get_cache_missing_processor_kwargs
@@ -51,7 +52,12 @@ def pad_to_longest(processor: Any) -> None:
 
 
 def _frames(inputs: Any, hop: int) -> list[int]:
-    """Return the number of frames of each sound, rounded up as vLLM does; 0 for one without samples."""
+    """Return the number of feature frames of each sound, rounded up as in vLLM; 0 for a sound without samples.
+
+    Args:
+        inputs: vLLM's inputs of a call of the multimodal processor.
+        hop: samples between two frames.
+    """
     sounds = inputs.mm_data_items.get(SOUND)
     if not isinstance(sounds, AudioProcessorItems):
         return []

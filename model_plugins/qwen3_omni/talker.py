@@ -38,7 +38,7 @@ class _Resize(nn.Module):
 
 
 class Qwen3OmniTalker(StreamedTalker):
-    """Talker of Qwen3-Omni."""
+    """Model of the talker stage: the decoder samples the first code of each frame, `frames` computes the others."""
 
     provider = TalkerInputProvider
     tables = (EMBED,)
@@ -110,7 +110,7 @@ class Qwen3OmniTalker(StreamedTalker):
         self.frames.warm_up()
 
     def project_hidden(self, rows: Tensor) -> Tensor:
-        """Project thinker hidden states [n, thinker hidden] to [n, hidden]."""
+        """Project hidden states of the thinker [n, thinker hidden] to the talker's width [n, hidden]."""
         return self.hidden_projection(rows.to(self.text_table.dtype))
 
     def forward(
@@ -129,7 +129,7 @@ class Qwen3OmniTalker(StreamedTalker):
         return self._layers(positions, inputs_embeds)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load `talker.*` and project the thinker's embedding table; return the names of the loaded tensors."""
+        """Load `talker.*`, project the thinker's embedding table to `text_table`; return the parameters' names."""
         loaded, tables = self.load_talker(weights)
         self._project(tables[EMBED])
         return loaded | {"text_table"}

@@ -3,8 +3,9 @@
 Position p of a request is
     p < prompt length:  text(id_p) [+ codec(c_p)], or the projected hidden state of a multimodal position;
     p = prompt + t:     sum of the codec embeddings of frame t + text(track[t]),
-with text(id) = text_projection(thinker embedding of id), a row of a table that is computed at load. After the end of
-the track, the text id is `fill` (tts_pad). Source: Transformers' `_get_talker_user_parts`,
+with text(id) = text_projection(thinker embedding of id), a row of a table that is computed at load. `track` has the
+text ids of the reply after its first token (`prompt.TalkerPrompt`); after its last id, the text id is `fill` (tts_pad).
+Source: Transformers' `_get_talker_user_parts`,
 `_get_talker_assistant_parts` and `prepare_inputs_for_generation` of Qwen3-Omni, where the same embeddings are computed
 from the hidden states of every token.
 """
@@ -62,8 +63,8 @@ class _Request:
 class TalkerInputProvider:
     """Implements `engine.input_provider.InputProvider` for the talker.
 
-    A step's frames are copied to the host as its result. All frames of a request are therefore stored on the host. A
-    step copies the frames that it reads to the device together with its text ids.
+    The frames of a step are copied to the host, since they are the step's output. The provider stores all frames of a
+    request there. For the next step it copies the frames that are the step's input to the device, with their text ids.
     """
 
     payloads = TalkerPayload
@@ -78,7 +79,14 @@ class TalkerInputProvider:
         return len(self._requests)
 
     def open(self, req_id: str, payload: TalkerPrompt, hidden_spans: Sequence[tuple[int, int]], params: Any) -> None:
-        """Start a request; `hidden_spans` are the ranges of its multimodal positions."""
+        """Start a request; do nothing if it is open (vLLM adds a preempted request again).
+
+        Args:
+            payload: the message with the request's prompt.
+            hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states of the thinker.
+            params: the request's `SamplingParams`. For the codes of a frame after the first, only `seed` and whether
+                `temperature` is 0 (greedy) apply; `code_predictor.py` has fixed values of the other parameters.
+        """
         if req_id in self._requests:  # preempted and added again: keep its history
             return
         seed = params.seed
@@ -98,7 +106,7 @@ class TalkerInputProvider:
             request.draw.skip(len(payload.frames), self._groups - 1)
 
     def extend(self, req_id: str, payload: TalkerChunk) -> None:
-        """Append text ids of the prompt, and ids of the text track, to an open request."""
+        """Append the ids of a `TalkerChunk` to the prompt and the track of an open request."""
         request = self._requests[req_id]
         request.text.extend(payload.text)
         request.track.extend(payload.track)
@@ -110,7 +118,7 @@ class TalkerInputProvider:
         request.rows = new if request.rows is None else torch.cat([request.rows, new])
 
     def blank(self, req_id: str) -> None:
-        """Use zeros for all multimodal positions."""
+        """Use zeros for the hidden states of a request, because they are lost and the request ends with an error."""
         request = self._requests[req_id]
         request.rows = self._model.text_table.new_zeros((len(request.row_of), self._model.text_table.shape[1]))
 
@@ -148,7 +156,11 @@ class TalkerInputProvider:
         return rows
 
     def _step_rows(self, decode: list[tuple[int, int, np.ndarray]]) -> Tensor:
-        """Return the input embeddings [n, hidden] of the positions (row, text id, frame) after the prompts."""
+        """Return the input embeddings [n, hidden] of n positions after the prompts.
+
+        Args:
+            decode: for each position its row in the step (not used here), its text id, and its frame int32 [groups].
+        """
         numbers = np.empty((len(decode), 1 + self._groups), np.int64)
         for line, (_, text_id, frame) in zip(numbers, decode, strict=True):
             line[0] = text_id
@@ -175,7 +187,11 @@ class TalkerInputProvider:
             out[at] += self._model.codec_rows(codes)
 
     def sampled(self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: Tensor) -> list[Tensor | None]:
-        """Complete the frames of the sampled first codes; return int32 [1, groups] by request, None at its end."""
+        """Compute the other codes of each frame whose first code was sampled in this step.
+
+        Returns:
+            for each request its frame, int32 [1, groups]; None if no code or the end of speech was sampled.
+        """
         made: list[Tensor | None] = [None] * len(req_ids)
         live = [i for i, got in enumerate(tokens) if got and got[0] != self._model.codec_eos]
         if not live:

@@ -1,9 +1,10 @@
 """The thinker's worker: exports the layer that the talker reads, and encodes each request's sound in a separate call.
 
-The audio encoder of Qwen3-Omni pads the last chunk of every clip to the longest chunk of the call. Biases of its
-convolutions turn the padding into nonzero values. The rows of a short clip therefore depend on the other clips of the
-call, by much more than rounding. Transformers encodes the clips of one prompt together. This worker pads as in that
-call, also if it encodes the clips or blocks of a prompt in several steps, or some are in the encoder cache.
+The audio encoder of Qwen3-Omni pads the last chunk of every sound to the longest chunk of the call. Biases of its
+convolutions turn the padding into nonzero values. The encoder outputs of a short sound therefore depend on the other
+sounds of the call, by much more than rounding. Transformers encodes all sounds of one prompt in one call. This worker
+pads as in Transformers' call, even if it encodes the sounds (or their blocks, see `sound_blocks.py`) of a prompt in
+several steps, or if the encoder cache has some of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import (
 from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import Clock, merge_by_modality, positions_by_time
 
 Due = Mapping[str, list[int]]
-"""By request, the indices of the items to encode, as in `SchedulerOutput.scheduled_encoder_inputs`."""
+"""Request id -> indices of the media items to encode, as in `SchedulerOutput.scheduled_encoder_inputs`."""
 
 
 class ThinkerWorker(HiddenStatesExportWorker):
@@ -44,15 +45,15 @@ class ThinkerWorker(HiddenStatesExportWorker):
 
 
 class LongestChunk:
-    """Adds a chunk of zeros to the next call of an encoder, and removes its rows from the output.
+    """Adds a chunk of zeros to each call of the audio encoder, and removes the rows of this chunk from the output.
 
-    The shorter chunks of the clips are then padded to its length.
+    The encoder then pads shorter chunks of the call to the length of the added chunk.
 
     Attributes:
-        frames: length of the chunk; 0 adds none.
+        frames: length of the chunk in feature frames, which is set before each call; 0: no chunk is added.
 
     Args:
-        tower: the encoder; it gets two hooks.
+        tower: the audio encoder, on which two forward hooks are registered.
     """
 
     def __init__(self, tower: torch.nn.Module) -> None:
@@ -79,7 +80,12 @@ class LongestChunk:
 
 
 def correct_positions(model: Any, times: Clock) -> None:
-    """Make a loaded model compute Transformers' M-RoPE positions, and those of adjacent blocks as of one sound."""
+    """Patch the M-RoPE positions of a loaded model: they equal Transformers', and adjacent blocks count as one sound.
+
+    Args:
+        model: vLLM's thinker.
+        times: numbers for the positions of videos with a sound track.
+    """
     compute = model.get_mrope_input_positions
     model.get_mrope_input_positions = lambda tokens, features: positions_by_time(
         compute, tokens, joined(features), times
@@ -87,7 +93,7 @@ def correct_positions(model: Any, times: Clock) -> None:
 
 
 def encode_apart(runner: Any, chunk: LongestChunk) -> None:
-    """Make a runner (V1 or V2, with its model loaded) call its encoder once for each request with sound."""
+    """Patch a runner (V1 or V2, with its model loaded) so that an encoder call has the sounds of one request only."""
     if hasattr(runner, "model_state"):
         runner.model_state.execute_mm_encoder = by_request_v2(runner, chunk)
     else:
@@ -95,7 +101,10 @@ def encode_apart(runner: Any, chunk: LongestChunk) -> None:
 
 
 def by_request(runner: Any, chunk: LongestChunk) -> Callable[[Any], list[Any]]:
-    """Return a V1 runner's `_execute_mm_encoder` with a call for each request with sound, and one for all others."""
+    """Return a replacement for a V1 runner's `_execute_mm_encoder`.
+
+    It makes one call for each request with sound, and one call for all other requests of the step.
+    """
     execute = runner._execute_mm_encoder
 
     def features_of(req_id: str) -> Sequence[Any]:
@@ -114,7 +123,7 @@ def by_request(runner: Any, chunk: LongestChunk) -> Callable[[Any], list[Any]]:
 
 
 def by_request_v2(runner: Any, chunk: LongestChunk) -> Callable[[Due], None]:
-    """Return what `by_request` returns, for the `execute_mm_encoder` of Model Runner V2's model state."""
+    """Return a replacement for the `execute_mm_encoder` of Model Runner V2's model state; see `by_request`."""
     execute = runner.model_state.execute_mm_encoder
 
     def features_of(req_id: str) -> Sequence[Any]:
@@ -129,9 +138,10 @@ def by_request_v2(runner: Any, chunk: LongestChunk) -> Callable[[Due], None]:
 
 
 def _lacking_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> int:
-    """Return the frames of the chunk to add to a call; 0 for none.
+    """Return the length of the chunk of zeros that is added to an encoder call, in feature frames; 0 for no chunk.
 
-    A call encodes the sounds of one request at most. The chunk is the longest of that prompt, if the call lacks it.
+    A call has sounds of one request at most. If the call lacks the longest chunk of that request's sounds, the added
+    chunk has the length of the longest chunk.
     """
     for req_id, items in part.items():
         features = features_of(req_id)
@@ -142,7 +152,11 @@ def _lacking_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> in
 
 
 def _parts(due: Due, features_of: Callable[[str], Sequence[Any]]) -> Iterator[Due]:
-    """Yield the items of each encoder call: one call per request with sound, if there are several such requests."""
+    """Divide the media items of a step into encoder calls.
+
+    If several requests have sound, each of them gets a call, and the first call has all other requests. Otherwise one
+    call has all items.
+    """
     apart = [req_id for req_id, items in due.items() if any(is_sound(features_of(req_id)[item]) for item in items)]
     if len(apart) < 2:
         yield due

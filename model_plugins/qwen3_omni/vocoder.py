@@ -218,7 +218,10 @@ class Vocoder(nn.Module):
         return batches
 
     def _frames_now(self, left: int, filled: Filled) -> int:
-        """Return the number of frames in the next pass of a stream that has `left` frames to decode."""
+        """Return the number of frames in the next pass of a stream that has `left` frames to decode.
+
+        It is the largest number with a CUDA graph. Without a graph, it is `left`, but at most `max_frames_per_pass`.
+        """
         recorded = None if self._graphs is None else self._graphs.frames(left, filled)
         return recorded or min(left, self.max_frames_per_pass)
 

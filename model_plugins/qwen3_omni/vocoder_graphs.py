@@ -73,7 +73,12 @@ class VocoderGraphs:
 
     @torch.inference_mode()
     def record(self, begins: Filled, goes_on: Filled) -> None:
-        """Record all passes, the largest first, for new streams (`begins`) and for running streams (`goes_on`)."""
+        """Record all passes, the largest first.
+
+        Args:
+            begins: `Filled` of a stream without frames so far.
+            goes_on: `Filled` of a stream that has passed its start.
+        """
         keys = [_Key(frames, size, goes_on) for frames in FRAMES for size in self._sizes]
         keys += [_Key(frames, size, begins) for frames in FIRST_FRAMES for size in self._sizes if begins != goes_on]
         for key in sorted(keys, key=lambda key: key.frames * key.streams, reverse=True):

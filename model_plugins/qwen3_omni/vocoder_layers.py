@@ -1,4 +1,4 @@
-"""Layers of the streaming vocoder: each computes a stream's next inputs and keeps the state for the following inputs.
+"""Layers of the streaming vocoder: each layer processes the next inputs of a stream, and keeps state for later inputs.
 
 Every layer computes over all calls what its counterpart in Transformers' `modeling_qwen3_omni_moe.py` computes over a
 whole utterance. Parameter names are the same. In shapes, B is streams, C channels, and T new positions of this call.

@@ -1,4 +1,4 @@
-"""Decodes the parts of streams with the vocoder, which returns samples for every frame."""
+"""Decodes streams of codec frames with the vocoder, for `waveform_model.WaveformPooler`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_omni_ext.wire.stage_input import PartHeader
 
 
 class VocoderStreams(PartStreams):
-    """Decodes the parts of all streams in one call of the vocoder."""
+    """Decodes the parts of all streams of a step in one call of `Vocoder.decode`, and divides the samples by part."""
 
     def __init__(self, vocoder: Vocoder, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(idle_s=idle_s, clock=clock)

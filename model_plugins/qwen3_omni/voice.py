@@ -1,4 +1,4 @@
-"""The stream of a reply's frames through code2wav. Pure."""
+"""Creates the stream that sends the frames of a reply to the code2wav stage. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -14,5 +14,10 @@ POOLING_TASK: Literal["token_embed"] = "token_embed"
 
 
 def code2wav_stream(schedule: ChunkSchedule, sample_rate: int) -> CodecStream:
-    """Return the stream of one reply."""
+    """Return the `CodecStream` of one reply, which divides its frames into parts (engine requests) for code2wav.
+
+    Args:
+        schedule: number of frames in each part.
+        sample_rate: Hz.
+    """
     return CodecStream(CODE2WAV, schedule, sample_rate, pooling_task=POOLING_TASK)

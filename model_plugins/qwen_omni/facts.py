@@ -1,4 +1,4 @@
-"""Sizes of weights that a config describes, and figures of both families for the planner.
+"""Memory sizes for the planner that Qwen3-Omni and Qwen2.5-Omni share: weights by the config, and constants.
 
 `ENCODER_PIECES` and `CONVOLUTION_BYTES` come from a run of Qwen3-Omni on one H200 (docs/gpu.md).
 """
@@ -15,25 +15,29 @@ LARGEST_IMAGE_PIXELS = 12_845_056
 """`max_pixels` of the released `preprocessor_config.json`."""
 
 MOST_VIDEO_FRAME_PAIRS = 7
-"""vLLM profiles a video of at most 14 frames (`qwen2_vl._MAX_FRAMES_PER_VIDEO`), two frames in one row of patches."""
+"""Largest number of frame pairs in the video of vLLM's profile run, which has at most 14 frames
+(`qwen2_vl._MAX_FRAMES_PER_VIDEO`). A patch covers two frames."""
 
 ENCODER_PIECES = 1.12
 """Memory of the vision encoder's pass, as a multiple of its live tensors: PyTorch's allocator cannot reuse some pieces.
-The thinker's process used 1.25 GiB more than counted after videos of 46,000 tokens."""
+After videos of 46,000 tokens, the thinker's process used 1.25 GiB more than the live tensors that were counted."""
 
 GRAPH_NODE_BYTES = 32 << 10
-"""Memory of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
+"""Bytes of an operator in a CUDA graph: an estimate from vLLM's graphs, whose layers have about 16 operators."""
 
 CONVOLUTION_BYTES = 860 << 20
-"""Memory of cuDNN's kernels and workspaces in code2wav's process, which used this much more than counted."""
+"""Bytes of cuDNN's kernels and workspaces in code2wav's process: its measured memory minus all memory that is counted.
+"""
 
 
 def described(model: str, hf_config: Any, quantized: str) -> StoredTensors:
-    """Return the tensors of a model with this config, in 16 bits or as the config quantizes them.
+    """Return the tensors (name -> dtype, elements, bytes) of a checkpoint with this config, without reading its files.
+
+    The tensors have 16 bits, or the width of the config's quantization.
 
     Args:
         model: name of the model's class in Transformers.
-        quantized: pattern of the names of tensors that are quantized in a quantized checkpoint.
+        quantized: pattern that matches the beginning of the names of tensors that a quantized checkpoint quantizes.
     """
     import torch
     import transformers
@@ -50,7 +54,14 @@ def described(model: str, hf_config: Any, quantized: str) -> StoredTensors:
 
 
 def quantized_width(quantization: Any) -> float | None:
-    """Return the bytes of a quantized weight according to the checkpoint's config; None if not quantized or unknown."""
+    """Return the bytes of one quantized weight, with its share of scales and zero points.
+
+    Args:
+        quantization: `quantization_config` of the checkpoint's config.
+
+    Returns:
+        bytes, e.g. 0.52 for 4 bits; None if the checkpoint is not quantized or the number of bits is unknown.
+    """
     if quantization is None:
         return None
     fields: Mapping[str, Any] = quantization if isinstance(quantization, Mapping) else vars(quantization)

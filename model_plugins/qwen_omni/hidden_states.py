@@ -1,4 +1,4 @@
-"""Where the hidden states are that the thinker has exported for a request. Pure."""
+"""Stores where the hidden states are that the thinker has exported for a request's talker. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 
 class HiddenStates:
-    """Stores the locations of a request's exported hidden states.
+    """Stores the locations of one request's exported hidden states; the request's flow sends one to the talker.
 
-    After a failover there can be several: the new thinker replica exports a second copy.
+    After a failover there can be several locations: the new thinker replica exports a second copy.
+
+    Args:
+        expected: number of hidden states that the talker needs.
     """
 
     def __init__(self, expected: int) -> None:
@@ -31,7 +34,11 @@ class HiddenStates:
         return self.count >= self.expected
 
     def add(self, ready: HiddenStatesChunkReady) -> None:
-        """Add hidden states at a location; ValueError if earlier hidden states are missing or the export has failed."""
+        """Add a chunk of hidden states that a thinker replica has exported.
+
+        Raises:
+            ValueError: the export has failed, or hidden states before this chunk are missing at its location.
+        """
         if ready.failed:
             raise ValueError(f"the thinker could not hand its hidden states over: {ready.failed}")
         place = ready.source, ready.name
@@ -43,7 +50,7 @@ class HiddenStates:
         self._places[place] = HiddenStatesRef(source=ready.source, name=ready.name, count=known + ready.count)
 
     def lose(self, ref: HiddenStatesRef) -> None:
-        """Remove a location whose hidden states cannot be read."""
+        """Remove a location whose hidden states the talker could not read; later chunks at the location are ignored."""
         place = ref.source, ref.name
         self._lost.add(place)
         self._places.pop(place, None)

@@ -1,14 +1,18 @@
-"""Videos with a sound of their own (`use_audio_in_video`), whose tokens are ordered by time, in vLLM.
+"""Corrects vLLM for videos with a sound track (`use_audio_in_video`).
 
-`cache_in_pairs`: the placeholder of such a video depends on the length of its sound, and vLLM's processor caches the
-placeholder with the video. A video of the cache with another sound would have a wrong number of placeholders, which
-ends the engine. A sound of the cache with another video would be missing when vLLM processes that video.
+The placeholder tokens of such a video and of its sound are interleaved by time. vLLM has three faults with them:
 
-`merge_by_modality`: in a step with the end of a sound's tokens and the beginning of a video's, vLLM assigns the rows of
-the video to the first of these tokens.
+`cache_in_pairs`: the placeholder of the video depends on the length of its sound, but vLLM's processor caches the
+placeholder under the video's hash alone. If the cache has the video with another sound, the number of placeholders is
+wrong, which ends the engine. If the cache has the sound with another video, the sound is missing when vLLM processes
+the video.
 
-`positions_by_time`: vLLM's M-RoPE positions of these videos differ from Transformers' `get_rope_index`. In Qwen2.5-Omni
-all do. In Qwen3-Omni those after a video do whose width or height, in tokens, exceeds its last time.
+`merge_by_modality`: in a step with the last tokens of a sound and the first tokens of a video, vLLM assigns the encoder
+outputs of the video to the first of these tokens.
+
+`positions_by_time`: vLLM's M-RoPE positions differ from Transformers' `get_rope_index`. In Qwen2.5-Omni all positions
+of the video and its sound differ. In Qwen3-Omni the positions after a video differ if its width or height, in tokens,
+exceeds its last time position.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 OPTION = "use_audio_in_video"
-"""Keyword of the processors: each video of the prompt has a sound, and the prompt has no other sounds."""
+"""Keyword of the processors. If true, each video of the prompt has a sound track, and the prompt has no other sounds.
+"""
 
 VIDEO, SOUND = "video", "audio"
 """Modalities in vLLM's features."""
@@ -33,11 +38,15 @@ CHECK = "check_interleaved_audio_video"
 
 
 class _Pairs(dict[str, list[str]]):
-    """The hashes of a prompt's items, by modality; those of a video and of its sound contain both hashes."""
+    """Hashes of a prompt's media items by modality; the hash of a video contains that of its sound, and vice versa."""
 
 
 def cache_in_pairs(processor: Any) -> None:
-    """Make a processor (vLLM's, one object) hash videos and their sounds in pairs, and process both or none of two."""
+    """Patch one object, vLLM's multimodal processor, for videos with a sound track.
+
+    The hash of a video then contains the hash of its sound, and vice versa. The processor processes the video and its
+    sound both, or takes both from the cache.
+    """
     hashes, missing = processor._get_mm_hashes, processor._get_cache_missing_items
 
     def named(inputs: Any) -> Mapping[str, list[str]]:
@@ -61,7 +70,7 @@ def cache_in_pairs(processor: Any) -> None:
 
 
 class _PairedCache:
-    """vLLM's processor cache, in which an item of a pair is found only with the other one."""
+    """Wraps vLLM's processor cache: a video counts as cached only if its sound is cached too, and vice versa."""
 
     def __init__(self, cache: Any, hashes: _Pairs) -> None:
         self._cache = cache
@@ -69,26 +78,30 @@ class _PairedCache:
         self._other = {one: other for video, sound in pairs for one, other in ((video, sound), (sound, video))}
 
     def is_cached(self, hashes: list[str]) -> list[bool]:
-        """Return for each hash whether its item is in the cache, and the other one of its pair."""
+        """Return for each hash whether its item is cached; for a video or its sound, whether both items are."""
         others = [self._other.get(each, each) for each in hashes]
         both = zip(self._cache.is_cached(hashes), self._cache.is_cached(others), strict=True)
         return [one and other for one, other in both]
 
 
 def merge_by_modality(module: ModuleType) -> None:
-    """Make the model code of a thinker (vLLM's module) assign rows by their modality in each step that has both."""
+    """Patch vLLM's model module of a thinker for steps with tokens of a video and of a sound.
+
+    In each of these steps, encoder outputs are then assigned to the tokens of their own modality.
+    """
     assert hasattr(module, CHECK), module
     setattr(module, CHECK, lambda is_video, is_audio, num_video, num_audio: num_video > 0 and num_audio > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """M-RoPE positions of a family's videos with a sound of their own.
+    """Numbers that determine the M-RoPE positions of videos with a sound track.
 
     Attributes:
-        per_second: positions in a second.
-        merge: patches that are one token, along height and width.
-        own_marks: the marks of the sound have positions of their own; False: those of the video's marks.
+        per_second: time positions in a second.
+        merge: side of a token in patches (`spatial_merge_size`).
+        own_marks: the begin and end marks of the sound have positions of their own; False: they have the positions of
+            the video's marks.
     """
 
     per_second: float
@@ -97,7 +110,7 @@ class Clock:
 
     @classmethod
     def of(cls, thinker: Any, *, own_marks: bool) -> Clock:
-        """Read the numbers from a thinker's config."""
+        """Read `per_second` and `merge` from a checkpoint's `thinker_config`."""
         return cls(
             per_second=thinker.position_id_per_seconds,
             merge=thinker.vision_config.spatial_merge_size,
@@ -107,11 +120,12 @@ class Clock:
 
 Features = Sequence[MultiModalFeatureSpec]
 Compute = Callable[[list[int], list[MultiModalFeatureSpec]], tuple[torch.Tensor, int]]
-"""vLLM's `get_mrope_input_positions` of a model: the positions [3, n] and the delta of generated tokens."""
+"""vLLM's `get_mrope_input_positions` of a model: takes token ids and features of a prompt; returns the M-RoPE positions
+[3, n] and the delta that is added to the positions of generated tokens."""
 
 
 def of_videos(features: Features) -> list[MultiModalFeatureSpec]:
-    """Return the videos with a sound of their own, in the order of the prompt."""
+    """Return the features of the videos with a sound track, in the order of the prompt."""
     found = [each for each in features if each.modality == VIDEO and each.mm_position.is_embed is not None]
     return sorted(found, key=lambda each: each.mm_position.offset)
 
@@ -122,8 +136,11 @@ def positions_by_time(
     """Return the M-RoPE positions [3, n] of a prompt as in Transformers, and the delta of generated tokens.
 
     Args:
-        compute: called without the videos that have a sound of their own, and without their sounds.
-        videos: the videos whose tokens have positions by time; None: all of `of_videos`. The others are as text.
+        compute: vLLM's function. It is called without the features of videos with a sound track and of their sounds.
+        tokens: token ids of the prompt.
+        features: all features of the prompt.
+        videos: the videos with a sound track whose tokens have positions by time; None: all of them. Tokens of the
+            other videos with a sound track have positions of text.
     """
     others = [each for each in features if each.mm_position.is_embed is None]
     found, delta = compute(list(tokens), others)
@@ -137,7 +154,7 @@ def positions_by_time(
 
 
 def _place(positions: torch.Tensor, video: MultiModalFeatureSpec, clock: Clock) -> None:
-    """Set the positions of one video and its sound, which are those of a text so far, and shift all after them."""
+    """Replace the text positions of one video and its sound by positions by time, and shift all later positions."""
     place, data = video.mm_position, video.data
     assert place.is_embed is not None and data is not None
     start, end = place.offset, place.offset + place.length - 1  # the marks of the sound

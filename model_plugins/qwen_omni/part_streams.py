@@ -1,4 +1,8 @@
-"""Keeps the states of streams between their parts, in a stage that decodes parts, and frees the states."""
+"""Base class that decodes codec streams in the last stage, and keeps a stream's state from part to part.
+
+A stream is the sound of one answer. It is sent as parts: separate engine requests with consecutive frames, numbered by
+a `wire.stage_input.PartHeader`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,18 @@ from torch import Tensor
 from vllm_omni_ext.wire.stage_input import END, PartHeader
 
 Answer: TypeAlias = Tensor | str
-"""Samples, or the reason why there are none."""
+"""The result of one part: its samples, float32 [samples], or an error text."""
 
 
 @dataclass
 class Stream:
-    """A stream whose last part has not come; `state` is the decoder's."""
+    """A stream whose last part has not been decoded.
+
+    Attributes:
+        state: the decoder's state, as `PartStreams._open` has returned it.
+        used: time of the latest part, in seconds of `PartStreams`' clock.
+        parts: number of parts received so far.
+    """
 
     state: Any
     used: float
@@ -28,7 +38,13 @@ class Stream:
 
 @dataclass
 class Job:
-    """The parts of one stream that are decoded in one call; `members` are their indices in the call."""
+    """The parts of one stream that are decoded in one call of `PartStreams.decode`.
+
+    Attributes:
+        members: index of each part in the arguments of the call, in stream order.
+        chunks: codes of each part, int64 [frames, groups].
+        last: the stream ends with these parts.
+    """
 
     stream: Stream
     members: list[int]
@@ -37,10 +53,10 @@ class Job:
 
 
 class PartStreams(ABC):
-    """Decodes parts of streams, several streams and several parts of a stream in one call.
+    """Decodes the parts of all streams of an engine step in one call; a subclass defines the decoder.
 
-    A stream's state is freed after its last part, after an END header, after a part out of order, and when no part has
-    arrived for `idle_s` seconds (checked in every call).
+    A stream's state is freed after its last part, after a header whose `part` is `END`, after a part out of order, and
+    when no part has arrived for `idle_s` seconds (checked in every call).
 
     Args:
         idle_s: seconds without a part after which a stream's state is freed.
@@ -57,20 +73,29 @@ class PartStreams(ABC):
 
     @abstractmethod
     def _open(self, header: PartHeader) -> Any:
-        """Return the state of a new stream; ValueError, with a reason for the client, if there can be none."""
+        """Return the decoder's state of a new stream.
+
+        Args:
+            header: header of the stream's part 0, with its parameters.
+
+        Raises:
+            ValueError: the stream cannot be decoded; the client receives the message.
+        """
 
     @abstractmethod
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
         """Decode the chunks of all jobs, and write the answer of each part to its index in `answers`."""
 
     def decode(self, headers: Sequence[PartHeader], chunks: Sequence[Tensor | str]) -> list[Answer]:
-        """Decode the parts of one step, in any order.
+        """Decode the parts of one engine step.
 
         Args:
-            chunks: for each part its codes, int64 `[frames, groups]`, or the reason why they cannot be decoded.
+            headers: header of each part, in any order.
+            chunks: for each part its codes, int64 `[frames, groups]`, or the error text of invalid codes.
 
         Returns:
-            for each part the samples that became final with it, `[samples]` float32, or the reason why there are none.
+            for each part the samples that became final with it, `[samples]` float32, or an error text. The result for a
+            header whose `part` is `END` is empty.
         """
         now = self._clock()
         self._drop_idle(now)
@@ -92,9 +117,10 @@ class PartStreams(ABC):
             del self._streams[name]
 
     def _enlist(self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, Job], now: float) -> str | None:
-        """Add part `i` of the step to its stream's job (the stream's parts of this step).
+        """Add part `i` of the call to the `Job` of its stream; part 0 opens the stream.
 
-        If it is not the stream's next part, free the stream and return the error text.
+        Returns:
+            None; or an error text if the part is invalid or is not the next one of its stream, which is then freed.
         """
         if header.part == 0:
             try:

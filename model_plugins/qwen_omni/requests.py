@@ -1,4 +1,4 @@
-"""Requests of a family that speaks: their own fields, and checks that do not depend on the checkpoint."""
+"""Request fields and the base class of the runtime (`plugins.runtime.ModelRuntime`) of Qwen3-Omni and Qwen2.5-Omni."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from vllm_omni_ext.plugins.runtime import Capabilities, Rendered, RequestOptions
 SAMPLE_RATE_HZ = 24_000  # of the sound; the public configs have no field for it
 
 MOST_SPEECH_TOKENS = "max_speech_tokens"
-"""Key of the model card: length in tokens of the longest text that can be read out."""
+"""Key in `Capabilities.card`, i.e. in the model's object of `/v1/models`: length in tokens of the longest text that
+`/v1/audio/speech` accepts."""
 
 VOICE = "voice"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAloud:
-    """Request to read a text out, in `Rendered.data`.
+    """The text of a `/v1/audio/speech` request. `SpeakingHttp.speech` stores it in `Rendered.data` for `plan`.
 
     Attributes:
-        prompt: token ids of a conversation up to the assistant header.
-        reply: token ids of the text.
+        prompt: token ids of the conversation before the text, up to the assistant header.
+        reply: token ids of the text that the talker reads out.
     """
 
     prompt: list[int]
@@ -44,7 +45,7 @@ class ReadAloud:
 
 
 class Fields(BaseModel):
-    """Request fields of a family that speaks."""
+    """Fields of HTTP bodies and of `LLM.generate` that these families add to vLLM's (`ModelRuntime.fields`)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,20 +54,21 @@ class Fields(BaseModel):
 
 
 class SpeakingRuntime:
-    """The part of a `ModelRuntime` that checks the options of a request.
+    """Base class of both families' `ModelRuntime`: checks the options of requests; a subclass defines `plan`.
 
     Attributes:
-        text_stages, spoken_stages, aloud_stages: the stages of requests for text, for sound, and for texts to read out.
+        text_stages, spoken_stages, aloud_stages: the stages that a request for text, a chat with sound, and a request
+            of `/v1/audio/speech` need.
         preferred_voice: the default speaker, if the checkpoint has it.
-        openai_voices: a speaker of the released checkpoint for each OpenAI voice name, for clients that send only
-            OpenAI's names.
-        own_marks: as in `Clock`.
+        openai_voices: OpenAI voice name -> speaker of the released checkpoint, for clients that send only OpenAI's
+            names.
+        own_marks: see `own_sounds.Clock`.
 
     Args:
-        voices: names of the checkpoint's speakers; none without a talker.
+        voices: names of the checkpoint's speakers; empty if the checkpoint has no talker.
 
     Raises:
-        ConfigError: the server's options of the processor have one that vLLM reads from requests only.
+        ConfigError: the server's `mm_processor_kwargs` have `use_audio_in_video`, which vLLM reads from requests only.
     """
 
     fields = Fields
@@ -101,14 +103,15 @@ class SpeakingRuntime:
 
     @property
     def most_speech_tokens(self) -> int:
-        """Length in tokens of the longest text that can be read out."""
+        """Length in tokens of the longest text that `/v1/audio/speech` accepts."""
         raise NotImplementedError
 
     def speaker(self, voice: str | None) -> str | None:
-        """Return the speaker for a request's voice, a speaker's name or a key of `openai_voices`; None if unknown.
+        """Return the name of the speaker that a request's `voice` selects; None if the voice is unknown.
 
-        The case of a name does not matter. The default speaker is returned for None, and for an OpenAI name whose
-        speaker the checkpoint lacks.
+        Args:
+            voice: name of a speaker or key of `openai_voices`, in upper or lower case. The default speaker is selected
+                by None, and by an OpenAI name whose speaker the checkpoint lacks.
         """
         name = (self.default_voice if voice is None else voice).lower()
         if name in self._names or not self._names:
@@ -116,7 +119,7 @@ class SpeakingRuntime:
         return self._names.get(self.openai_voices[name], self.default_voice) if name in self.openai_voices else None
 
     def capabilities(self) -> Capabilities:
-        """Return the output modalities: text, and sound if the checkpoint has a talker."""
+        """Return the modalities and routes of answers: text, and sound with voices if the checkpoint has a talker."""
         if not self._speaks:
             return Capabilities(modalities=(TEXT,), default_modalities=(TEXT,), routes={TEXT: self.text_stages})
         return Capabilities(
@@ -135,10 +138,12 @@ class SpeakingRuntime:
         return tensor
 
     def thinker_positions(self, thinker: type[Any], request: Rendered, videos: Features | None = None) -> np.ndarray:
-        """Return the M-RoPE positions [3, n] of a prompt in the thinker, an instance of this class of vLLM's.
+        """Return the M-RoPE positions [3, prompt length] of a prompt in the thinker, as Transformers computes them.
 
         Args:
-            videos: as for `positions_by_time`.
+            thinker: vLLM's class of the thinker.
+            request: the rendered prompt.
+            videos: the videos with a sound track whose positions follow time (see `own_sounds.positions_by_time`).
         """
         if self._position_model is None:
             self._position_model = position_model(thinker, self._config)
@@ -163,18 +168,28 @@ class SpeakingRuntime:
             raise RequestError(f"voice: '{voice}' is unknown; use one of {allowed}", parameter=VOICE)
 
     def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
-        """Return the chunk schedules of text and frames."""
+        """Return the chunk schedules of text (tokens for the talker) and frames (codec frames for the last stage).
+
+        Sizes of the request replace those of the stage config.
+        """
         sizes = {**self._chunks, **options.chunks}
         rate = self._frame_rate() if sizes[ADAPTIVE] else 0.0
         return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
 
     def _frame_rate(self) -> float:
-        """Return the number of frames in a second of sound."""
+        """Return the number of codec frames in a second of sound."""
         raise NotImplementedError
 
 
 def position_model(thinker: Any, config: Any) -> Any:
-    """Return an instance of vLLM's thinker class without layers: only its M-RoPE arithmetic, on the config, is used."""
+    """Return an instance of vLLM's thinker class without layers, for `get_mrope_input_positions`.
+
+    That method reads only the config.
+
+    Args:
+        thinker: vLLM's class of the thinker.
+        config: the checkpoint's Hugging Face config.
+    """
     from torch import nn
 
     model = thinker.__new__(thinker)
@@ -184,7 +199,12 @@ def position_model(thinker: Any, config: Any) -> Any:
 
 
 def too_long(length: str, frames: int) -> RequestError:
-    """Return the error for a text of this length, when at most `frames` frames can be decoded."""
+    """Return the error for a text of `/v1/audio/speech` that is too long.
+
+    Args:
+        length: length of the text with its unit, e.g. "9000 tokens".
+        frames: largest number of tokens that is accepted; the message calls them frames.
+    """
     return RequestError(
         f"input: {length} are too many: every token takes a frame at least, and there is room for {frames}; "
         "send the text in several requests",

@@ -1,4 +1,4 @@
-"""HTTP interface of a family that speaks: chat, `/v1/audio/speech` and `/v1/realtime`."""
+"""HTTP interface of Qwen3-Omni and Qwen2.5-Omni: chat, `/v1/audio/speech` and `/v1/realtime`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vllm_omni_ext.plugins.http import REALTIME, SPEECH, HttpSurface, OmniServer
 from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 
 CHARACTERS = 4096
-"""A longer text is tokenized in pieces of this many characters, until its length certainly exceeds the limit."""
+"""Length of the pieces, in characters, in which `_refuse_long` tokenizes a long text."""
 
 CERTAIN = 2
-"""Tokenization of pieces stops when they have more than this factor times the limit in tokens. Tokens across the
-borders of pieces could not reduce the number below the limit."""
+"""`_refuse_long` rejects a text when its pieces have more tokens than this factor times the limit. The whole text, with
+tokens across the borders of the pieces, then exceeds the limit too."""
 
 ONLY_SPEED = 1.0
 ANY_LANGUAGE = "auto"
@@ -24,20 +24,21 @@ REFUSED = {
     "ref_audio": "the voices are the checkpoint's own; see /v1/audio/voices",
     "ref_text": "the voices are the checkpoint's own; see /v1/audio/voices",
 }
-"""Request fields of other servers that would change the sound, and the reason why each is rejected."""
+"""Fields of `/v1/audio/speech` that would change the sound and are rejected, with the reason for the error message."""
 
 
 class SpeakingHttp(HttpSurface):
-    """Serves speech requests and realtime sessions in addition to chat. A subclass has the conversation `opening`."""
+    """Base class of both families' `HttpSurface`: serves `/v1/audio/speech` and `/v1/realtime` in addition to chat."""
 
     apis = (SPEECH, REALTIME)
     speech_stage = "talker"
     speech_fields = ("speed", "sample_rate", "language", *REFUSED)
     opening: str
-    """Prompt of a text that is read out, up to the assistant header."""
+    """Conversation before a text that is read out, in the chat format, up to the assistant header; a subclass sets it.
+    """
 
     async def speech(self, body: Any, options: RequestOptions, server: OmniServer) -> Rendered:
-        """Return the request that reads the body's text out.
+        """Return the request for a body of `/v1/audio/speech`; its `data` is a `ReadAloud`.
 
         Raises:
             RequestError: the text is empty or too long, or the body has a field that the talker does not support.
@@ -66,10 +67,12 @@ def refuse_others(body: Any) -> None:
 
 
 async def rendered(text: str, server: OmniServer, opening: str) -> Rendered:
-    """Return the request that reads a text out word for word. Chat-format marks in the text are plain characters.
+    """Return the request that reads a text out word for word; its `data` is a `ReadAloud`.
+
+    Chat-format marks in the text are tokenized as plain text.
 
     Args:
-        opening: the conversation before the text.
+        opening: the conversation before the text, in the chat format, up to the assistant header.
 
     Raises:
         RequestError: the text is empty or too long.
@@ -87,7 +90,10 @@ async def rendered(text: str, server: OmniServer, opening: str) -> Rendered:
 
 
 async def _refuse_long(text: str, server: OmniServer) -> None:
-    """Reject a much too long text before all of it is tokenized; `plan` rejects other long texts."""
+    """Raise RequestError for a text of more than `CERTAIN` times the allowed tokens, before all of it is tokenized.
+
+    `ModelRuntime.plan` rejects the other texts that are too long.
+    """
     tokens, most = 0, server.capabilities.card[MOST_SPEECH_TOKENS]
     for start in range(0, max(0, len(text) - CHARACTERS), CHARACTERS):
         tokens += len(await server.tokenize(text[start : start + CHARACTERS], special=False))

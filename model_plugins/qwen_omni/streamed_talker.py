@@ -1,4 +1,4 @@
-"""The part of a talker that is the same in all families: a `StreamingInputModel` with M-RoPE positions."""
+"""Base class of the talkers of Qwen3-Omni and Qwen2.5-Omni, and functions for their M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from vllm_omni_ext.engine.streaming_model import StreamingInputBase
 
 
 class StreamedTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
-    """A `StreamingInputModel`. A subclass sets the attributes.
+    """A vLLM model over codec ids whose input embeddings come from an `engine.input_provider.InputProvider`.
+
+    A subclass sets the attributes.
 
     Attributes:
-        provider: class of its input provider.
-        tables: names of the tensors that it loads in addition to `talker.*`.
-        codes: size of the vocabulary.
-        language_model: vLLM's decoder over codes.
+        provider: class of the model's `InputProvider`.
+        tables: names of the checkpoint's tensors that the model needs in addition to `talker.*`.
+        codes: number of ids in the talker's vocabulary.
+        language_model: vLLM's decoder over codec ids.
         text_table: input embeddings of text ids [ids, hidden].
         blocked: bool [codes], the ids that are never sampled.
     """
@@ -86,19 +88,29 @@ class StreamedTalker(StreamingInputBase, nn.Module, SupportsMRoPE):
         return hidden
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits [requests, codes], -inf for blocked ids; keep the hidden states."""
+        """Return logits [requests, codes], -inf for blocked ids.
+
+        The hidden states are stored in `sampled_hidden`, which the worker passes to `InputProvider.sampled`.
+        """
         self.sampled_hidden = hidden_states
         logits = self.language_model.compute_logits(hidden_states)
         return None if logits is None else logits.masked_fill(self.blocked, float("-inf"))
 
     def embed_input_ids(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return input embeddings for the V1 runner; outside a step of `StreamingInput`, ids are embedded as codes."""
+        """Return the input embeddings [tokens, hidden] for the V1 runner.
+
+        In a step these are the rows of the `InputProvider`. In vLLM's profiling and warm-up steps, which have no
+        requests, they are the embeddings of `input_ids` as codes.
+        """
         if not self.in_step:
             return self.codec_rows(input_ids.clamp(max=self.codes - 1))
         return self.input_rows(None)
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: list[Any]) -> tuple[Tensor, int]:
-        """Return M-RoPE positions [3, n] and delta of the next request that the runner adds in this step."""
+        """Return M-RoPE positions [3, n] and the delta of later positions for the next request of `opened`.
+
+        vLLM's runner calls this method once for each new request of a step, in the order of `opened`, without its id.
+        """
         if not self.opened:
             return torch.arange(len(input_tokens)).expand(3, -1), 0
         first, *self.opened = self.opened
@@ -110,9 +122,10 @@ def positions_of(prompt: Tensor | None, length: int, *, after_last: bool) -> tup
     """Return M-RoPE positions [3, length] of the first tokens of a request, and the delta of later positions.
 
     Args:
-        prompt: int64 [3, n], the positions of its prompt; None: those of a text.
-        after_last: later positions follow the last position of the prompt; False: its largest one. Both are the same,
-            unless the prompt has a video with a sound of its own.
+        prompt: int64 [3, n], the positions of the request's prompt; None: a text prompt, with positions 0, 1, 2, ...
+        length: number of tokens.
+        after_last: later positions follow the prompt's last position; False: they follow its largest position. The two
+            differ only if the prompt has a video with a sound track.
     """
     if prompt is None:
         return torch.arange(length).expand(3, -1), 0
@@ -123,5 +136,5 @@ def positions_of(prompt: Tensor | None, length: int, *, after_last: bool) -> tup
 
 
 def positions_from(data: bytes | None) -> Tensor | None:
-    """Return int32 positions in row-major order as int64 [3, n]."""
+    """Convert M-RoPE positions of a message (int32, row-major order) to a tensor int64 [3, n]; return None for None."""
     return None if data is None else torch.frombuffer(bytearray(data), dtype=torch.int32).long().view(3, -1)

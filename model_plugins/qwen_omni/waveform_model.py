@@ -1,9 +1,9 @@
-"""A stage that turns codes into sound, on vLLM's pooling runner: frames in as prompt tokens, a waveform out.
+"""Base class of the last stage, which converts codec frames to sound on vLLM's pooling runner.
 
-An utterance is a stream of requests, its parts, which follow each other in the engine's queue. Each takes one step. A
-part's prompt is its frames, flattened: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0, ...]`. Its
-`PoolingParams` are `task=POOLING_TASK` and the `extra_kwargs` of a `wire.stage_input.PartHeader`. Its output is a
-tensor of the samples that became final with the part, `[samples]` float32, or a `wire.envelope.StageError`.
+An utterance is a stream of engine requests, its parts. A part is computed in one step. The prompt of a part is its
+frames, flattened: `[frame 0 group 0, frame 0 group 1, ..., frame 1 group 0, ...]`. The `PoolingParams` of a part are
+`task=POOLING_TASK` and the `extra_kwargs` of a `wire.stage_input.PartHeader`. The output of a part is a tensor of the
+samples that became final with it, `[samples]` float32, or a `wire.envelope.StageError`.
 
 The pooler receives whole requests, decodes them, and keeps the state of streams between parts; `forward` returns zeros.
 The parts of a stream are decoded in order: a later part is never due before an earlier part, a prompt is never split
@@ -39,11 +39,11 @@ class WaveformPooler(Pooler):
     """Decodes all requests of a step in one call.
 
     Args:
-        vocoder: the module of the checkpoint. It has `groups`, the number of codes in a frame, and `codebook_size`:
-            every code is in `0 .. codebook_size - 1`.
-        streams: decodes the parts with it.
-        try_out: decodes a few frames, when vLLM profiles the model or warms it up. The runner's dummy batch of
-            `max_num_batched_tokens` would take minutes on a slow device.
+        vocoder: the module with the checkpoint's weights. It has `groups`, the number of codes in a frame, and
+            `codebook_size`: every code is in `0 .. codebook_size - 1`.
+        streams: decodes the parts with `vocoder`.
+        try_out: decodes a few frames. It is called when vLLM profiles the model or warms it up, instead of decoding the
+            runner's dummy batch of `max_num_batched_tokens` codes, which would take minutes on a slow device.
     """
 
     def __init__(self, vocoder: nn.Module, streams: PartStreams, *, try_out: Callable[[], Any]) -> None:
@@ -53,7 +53,7 @@ class WaveformPooler(Pooler):
         self._try_out = try_out
 
     def get_supported_tasks(self) -> set[PoolingTask]:
-        """Return the only task of this stage."""
+        """Return the only pooling task that the stage supports, `POOLING_TASK`."""
         return {POOLING_TASK}
 
     def get_pooling_updates(self, task: PoolingTask) -> PoolingParamsUpdate:
@@ -61,10 +61,10 @@ class WaveformPooler(Pooler):
         return PoolingParamsUpdate(requires_token_ids=True)
 
     def forward(self, hidden_states: Tensor, pooling_metadata: PoolingMetadata) -> list[Tensor]:
-        """Return for each request its samples, `[samples]` float32, or a packed error if it cannot be decoded.
+        """Return for each request its samples, `[samples]` float32, or a packed `StageError` if it cannot be decoded.
 
-        An exception in this method would end the engine with all its requests; so would an invalid code on a GPU.
-        `hidden_states` is not used.
+        Invalid requests raise no exception, which would end the engine with all its requests; an invalid code on a GPU
+        would do so too. `hidden_states` is not used.
         """
         params = pooling_metadata.pooling_params
         if all(each.extra_kwargs is None for each in params):  # vLLM profiles memory, or warms up
@@ -86,7 +86,7 @@ class WaveformPooler(Pooler):
         return [_packed(answer) for answer in answers]
 
     def _frames(self, token_ids: Tensor) -> Tensor | str:
-        """Return a prompt as `[frames, groups]` int64, or the reason why it cannot be decoded."""
+        """Return the codes of a prompt as `[frames, groups]` int64, or an error text if they are invalid."""
         groups, size = self.vocoder.groups, self.vocoder.codebook_size
         codes = token_ids.long()
         if len(codes) % groups:
@@ -97,16 +97,16 @@ class WaveformPooler(Pooler):
 
 
 class WaveformModel(nn.Module, IsAttentionFree):
-    """Base of the pooling models that vLLM runs for a stage that turns codes into sound.
+    """Base class of the pooling models that vLLM runs for a stage that converts codes to sound.
 
-    A subclass creates `pooler`, a `WaveformPooler`, and names the tensors of its vocoder.
+    A subclass creates `pooler` with its vocoder, and sets `checkpoint_prefix`.
     """
 
     is_pooling_model = True
     pooler: WaveformPooler
 
     checkpoint_prefix = ""
-    """Beginning of the names of the stage's tensors in the whole checkpoint."""
+    """Beginning of the names of the stage's tensors in the checkpoint, which contains all stages; e.g. "code2wav."."""
 
     def __init__(self, *, vllm_config: VllmConfig) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class WaveformModel(nn.Module, IsAttentionFree):
         return self._nothing(positions.shape[-1], positions.device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the stage's tensors of the whole checkpoint.
+        """Load the tensors whose names begin with `checkpoint_prefix`; return the names of the loaded parameters.
 
         Raises:
             ValueError: a tensor has the wrong shape or no place in the model, or a parameter has no tensor.

@@ -42,14 +42,14 @@ REFUSED: Mapping[str, str] = {
     "input_fidelity": "use cfg_img_scale to stay closer to the picture",
     "sigmas": "use num_timesteps and timestep_shift",
 }
-"""Rejected fields of other servers and libraries, each with the reason or the field to use instead."""
+"""Fields of other servers and libraries that are rejected -> the reason, or the field to use instead."""
 
 _HARMLESS: tuple[Any, ...] = ("", [], 1, 1.0)
 """Values of rejected fields that are accepted, because they have no effect."""
 
 
 class Fields(BaseModel):
-    """Request fields: the reference's parameters, and other servers' names of them."""
+    """Fields of a picture request: the reference's parameters (see `ImageParameters`), also by other servers' names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -114,7 +114,7 @@ class RequestedParameters:
         return self.checked(lambda: image_parameters(values, edit=edit))
 
     def checked(self, compute: Any) -> Any:
-        """Return the result of `compute`; a ParameterError becomes a RequestError with the field's name."""
+        """Call `compute` and return its result; a ParameterError becomes a RequestError with the field's name."""
         try:
             return compute()
         except ParameterError as error:
@@ -134,7 +134,7 @@ class RequestedParameters:
 
 
 def requested_parameters(given: Mapping[str, Any], stage: Any, configured: Mapping[str, Any]) -> RequestedParameters:
-    """Return the parameters of a request. Its own fields override the parameters of the stage.
+    """Return the parameters of a picture request. Fields of the request override its object `dit`.
 
     Args:
         given: fields of the request, by name.

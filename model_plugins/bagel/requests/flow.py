@@ -16,11 +16,13 @@ from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
 
 class DrawFlow:
-    """Flow of a picture that `dit` generates alone, including the thought if the parameter `think` is true.
+    """Flow of a picture request that uses the stage `dit` alone; with `think`, `dit` generates the thought too.
+
+    The thought is the text in which the model plans the picture.
 
     Args:
         draw: the message to `dit`.
-        text: whether the answer has the thought as its text.
+        text: the answer has the modality "text", whose text is the thought.
         pixels: pixels per latent token along a side.
     """
 
@@ -92,7 +94,7 @@ class ThinkFlow(DrawFlow):
         end: id that ends the thought.
         params: sampling parameters of `ar`.
         pixels: pixels per latent token along a side.
-        text: whether the answer has the thought as its text.
+        text: the answer has the modality "text", whose text is the thought.
     """
 
     stages = frozenset((AR, DIT))
@@ -108,7 +110,7 @@ class ThinkFlow(DrawFlow):
         return [self._open()]
 
     def handle(self, event: Produced) -> list[Action]:
-        """Collect the tokens of the thought from `ar`; at its end, submit the picture to `dit`."""
+        """Collect the tokens of the thought from `ar`; at the thought's end, send the message to `dit`."""
         if event.stage != AR:
             return super().handle(event)
         if isinstance(event.payload, StageError):

@@ -22,7 +22,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     "moderation": ("auto", "low"),
     "style": (),
 }
-"""Accepted values of OpenAI's fields: those that match the model's fixed behaviour."""
+"""Accepted values of fields of OpenAI's image API: those with the model's fixed behaviour, which have no effect."""
 
 INSTEAD: Mapping[str, str] = {
     "quality": "use num_inference_steps",
@@ -33,12 +33,18 @@ INSTEAD: Mapping[str, str] = {
 
 
 class BagelHttp(HttpSurface):
-    """Serves picture requests in addition to chat."""
+    """`plugins.http.HttpSurface` of BAGEL: chat, `/v1/images/generations` and `/v1/images/edits`."""
 
     apis = (IMAGES,)
 
     async def chat_options(self, options: RequestOptions, body: Any, server: OmniServer) -> RequestOptions:
-        """Add the thought to the outputs of a picture request with `think` and without text output."""
+        """Return the options of a chat; a picture request with `think` gets the modality "thought".
+
+        If text is requested too, the thought is the text, and the modality is not added.
+
+        Raises:
+            RequestError: the body sets `return_latents`, or `previews` without `stream`.
+        """
         _refuse_latents(options)
         if options.fields.get(PREVIEWS) and not body.stream:
             raise RequestError(f"{PREVIEWS}: needs stream: true", parameter=PREVIEWS)
@@ -49,7 +55,9 @@ class BagelHttp(HttpSurface):
         return replace(options, modalities=(*options.modalities, THOUGHT))
 
     async def image(self, body: Any, options: RequestOptions, server: OmniServer) -> tuple[Rendered, RequestOptions]:
-        """Return the request for one picture from the body's pictures and its prompt, and the options.
+        """Return the request for one picture from a body of `/v1/images/*`, and its options.
+
+        `Rendered.data` has the parts of the prompt: the body's pictures, then its text.
 
         Raises:
             RequestError: the prompt is empty, a picture has too many tokens, or the body has a value that the model
@@ -68,7 +76,7 @@ class BagelHttp(HttpSurface):
 
 
 def refuse_others(body: Any) -> None:
-    """Reject unsupported values of OpenAI's fields, with a RequestError that contains the field's name."""
+    """Raise RequestError, with the field's name, for values of fields of OpenAI's image API that are not supported."""
     for name, allowed in ACCEPTED.items():
         value = getattr(body, name)
         if value is not None and value not in allowed:
@@ -79,7 +87,7 @@ def refuse_others(body: Any) -> None:
 
 
 def _refuse_large(pictures: Sequence[Any], server: OmniServer) -> None:
-    """Reject pictures with more ViT tokens than `max_media_tokens`, as in a chat."""
+    """Raise RequestError for a picture with more ViT tokens than `max_media_tokens`, a limit that chats have too."""
     if (most := server.max_media_tokens) is None:
         return
     for picture in pictures:

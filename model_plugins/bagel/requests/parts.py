@@ -1,4 +1,7 @@
-"""Converts a rendered prompt, or a text and pictures, to the parts that the stage `dit` receives."""
+"""Converts a rendered prompt, or a text and pictures, to the message parts of a prompt for the stage `dit`.
+
+A part is a `payloads.Text` or a `payloads.Picture`.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ from vllm_omni_ext.model_plugins.bagel.sizes import ResizeRule
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
 
 PICTURE = "picture"
-"""Field of a multimodal item: uint8 [height, width, 3] RGB, resized for the autoencoder."""
+"""Key of a picture's `MultiModalKwargsItem`: uint8 [height, width, 3] RGB, resized for the autoencoder."""
 
 
 def split_prompt(ids: Sequence[int], features: Sequence[Any], tokens: Tokens) -> list[Part]:
-    """Return the texts and pictures of a prompt, which is split at its pictures and at its start and end ids.
+    """Split a prompt into its texts and pictures, in order.
 
-    Ids outside of start and end are a text too. A start id at the end of the prompt, which begins a reply, is left out.
+    A text is the ids between a start id and an end id. Ids that are not between start and end ids are a text too. A
+    start id at the end of the prompt, which begins a reply, is left out.
 
     Args:
-        ids: token ids of the prompt, with a placeholder for each picture.
+        ids: token ids of the prompt, with the placeholder tokens of each picture.
         features: vLLM's `MultiModalFeatureSpec`s of the prompt.
         tokens: the tokenizer.
     """
@@ -60,7 +64,7 @@ def _texts(ids: Sequence[int], tokens: Tokens) -> list[Text]:
 
 
 def text_part(ids: Sequence[int], tokens: Tokens) -> Text:
-    """Return a text with start and end ids."""
+    """Return the `Text` of token ids, with the start id before them and the end id after them."""
     return Text([tokens.start, *ids, tokens.end])
 
 
@@ -71,7 +75,7 @@ def _picture(feature: Any) -> Picture:
 
 
 def picture_part(picture: Image.Image, rule: ResizeRule) -> Picture:
-    """Return the part of a picture, resized by the autoencoder's rule."""
+    """Return the `Picture` of a PIL image, in RGB and resized by the autoencoder's rule."""
     return _as_part(np.asarray(resize(to_rgb(picture), rule)))
 
 

@@ -57,15 +57,15 @@ def last_size(parts: Sequence[Part]) -> tuple[int, int] | None:
 
 
 class Draw(msgspec.Struct, frozen=True, kw_only=True, tag="draw"):
-    """The message that requests one picture. The same message gives the same picture in every replica.
+    """The message to the stage `dit` that requests one picture. Equal messages give the same picture in every replica.
 
     Attributes:
         parts: texts and pictures of the client, in order, without the system prompt.
         parameters: parameters of the picture, all of them set by `BagelRuntime`.
         thought: token ids that the stage `ar` generated, without the start id. None: `dit` generates the thought itself
             if `parameters.think` is set.
-        previews: number of previews.
-        latent: whether the answer contains the latent.
+        previews: number of previews that the stage sends before the picture.
+        latent: `Drawn` contains the picture's latent.
     """
 
     parts: list[Part]
@@ -76,7 +76,7 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True, tag="draw"):
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag="drawn"):
-    """The message with a finished picture.
+    """The message from the stage `dit` with a finished picture.
 
     Attributes:
         pixels: uint8 [height, width, 3], row by row.
@@ -96,9 +96,12 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, tag="drawn"):
 
 
 class Preview(msgspec.Struct, frozen=True, kw_only=True, tag="preview"):
-    """The message with a preview: the picture predicted after `done` of `total` denoise steps.
+    """The message from the stage `dit` with a preview: the picture that is predicted after some of the denoise steps.
 
-    `number` counts previews from 0. `pixels` has the format of `Drawn`.
+    Attributes:
+        number: number of the preview, from 0.
+        pixels: uint8 [height, width, 3], row by row.
+        done, total: number of completed denoise steps, and of all denoise steps.
     """
 
     number: int

@@ -47,7 +47,7 @@ SEED_BITS = 63
 
 
 class BagelRuntime:
-    """Checks the requests of one checkpoint, and creates their flows."""
+    """`plugins.runtime.ModelRuntime` of BAGEL: checks requests in an API server, and creates their flows."""
 
     fields = Fields
 
@@ -104,7 +104,12 @@ class BagelRuntime:
         return self._draw(parts, self._requested(options), options)
 
     def parts(self, pictures: Sequence[Any], ids: Sequence[int]) -> list[Part]:
-        """Return the parts of a prompt: pictures, then a text. Call it in a thread, since it resizes the pictures."""
+        """Return the parts of a prompt: pictures, then a text. It resizes the pictures, so it is called in a thread.
+
+        Args:
+            pictures: PIL images.
+            ids: token ids of the text.
+        """
         rule = self.sizes.vae_resize
         return [*(picture_part(picture, rule) for picture in pictures), text_part(ids, self.tokens)]
 
@@ -173,7 +178,7 @@ class BagelRuntime:
 
 
 def _refuse_fields_of_pictures(options: RequestOptions) -> None:
-    """Reject fields of picture requests in a request without a picture, except the seed, which texts have too."""
+    """Raise RequestError for a field of picture requests in a request for text; `seed` is allowed in both."""
     if options.fields.get(THINK):
         message = f'{THINK}: is for pictures; for a text, begin with a system message "{THINK_THEN_ANSWER}"'
         raise RequestError(message, parameter=THINK)

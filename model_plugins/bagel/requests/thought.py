@@ -40,7 +40,7 @@ class ThoughtStream(ModalityStream):
 
 
 class Thought(Modality):
-    """The modality "thought": its output in chats, streams and Python."""
+    """The modality "thought": defines how the thought is returned in chats, streams and Python."""
 
     name = NAME
     chunk = ThoughtChunk
@@ -62,7 +62,7 @@ class Thought(Modality):
         return {"think_text": _joined(found) if found else None}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record the time at which the thought arrived."""
+        """Record the time `at` which the thought arrived in the request's trace."""
         trace.times.append(at)
 
 

@@ -23,7 +23,9 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> At
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows, *, version: int) -> Tensor:
-    """Attend within rows with this version of FlashAttention; an `Attention` for bfloat16 and float16 on CUDA.
+    """Compute attention within rows with FlashAttention; an `Attention` for bfloat16 and float16 on CUDA.
+
+    `version` is the version of FlashAttention.
 
     With fewer queries than keys, the kernel's causal mask aligns the last query with the last key, as `sdpa` does.
     """

@@ -1,4 +1,4 @@
-"""The stage `dit`: generates pictures; as the only stage of a pipeline it also reads pictures and generates text."""
+"""The stage `dit`: generates pictures. In the pipeline `bagel_single`, it also reads pictures and generates text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 Job: TypeAlias = Drawing | Reply
-"""A request of the stage. The next work of a request is a turn (a prefill or a use of the autoencoder: `needs_turn`), a
-denoise step (`denoises`), or a token (`writes`)."""
+"""State of a request in the stage. The next work of a request is a turn, i.e. a prefill or a use of the autoencoder
+(`needs_turn`), a denoise step (`denoises`), or a token of a text (`writes`)."""
 
 _FATAL = (torch.AcceleratorError,)
 """Errors after which the device cannot be used: the engine ends, and its supervisor starts it again."""
@@ -93,7 +93,11 @@ class BagelDit(PlainModel):
         return answers
 
     def _turn(self, req_ids: Sequence[str]) -> dict[str, Answer]:
-        """Compute the turn of the first request that needs a turn, and move that request to the end of the order."""
+        """Compute the turn of the first request that needs one; that request is then the last in the order of turns.
+
+        Returns:
+            the request's answer by its id; empty if there is no answer, or no request needs a turn.
+        """
         known = set(req_ids)
         req_id = next((r for r, each in self._jobs.items() if r in known and each.needs_turn), None)
         if req_id is None:
@@ -104,7 +108,10 @@ class BagelDit(PlainModel):
     def _together(
         self, work: Callable[[Sequence[str]], dict[str, Answer]], req_ids: Sequence[str]
     ) -> dict[str, Answer]:
-        """Call `work` for all requests; after an exception call it for each request alone, so that only some fail."""
+        """Call `work` for all requests together, and return their answers by request id.
+
+        After an exception, `work` is called for each request separately, so that only the faulty requests fail.
+        """
         if not req_ids:
             return {}
         try:
@@ -135,11 +142,11 @@ class BagelDit(PlainModel):
 
 @MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
 class BagelSingle(BagelDit, SupportsMultiModal):
-    """Generates pictures, and generates text for ordinary requests of vLLM, token by token."""
+    """Generates pictures for `Draw` messages, and generates text for ordinary requests of vLLM, token by token."""
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        """Return the text that stands for a picture in a chat's prompt."""
+        """Return the placeholder text of a picture in a chat's prompt."""
         if modality.startswith("image"):
             return PAD
         raise ValueError(f"{modality}: only pictures can be read")

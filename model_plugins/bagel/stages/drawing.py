@@ -1,7 +1,7 @@
-"""State of one picture request in the stage `dit`, from its message to its answer.
+"""State of one picture request in the stage `dit`, from the message `Draw` to the message `Drawn`.
 
-A turn is a prefill or a use of the autoencoder: in each engine step, the stage computes one turn of one request. All
-other work is done in steps that the stage computes for all requests together.
+A turn is a prefill or a use of the autoencoder: in each engine step, the stage computes one turn of one request. The
+other work, denoise steps and tokens of thoughts, is computed for all requests together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ class Drawing:
     """
 
     def __init__(self, model: Bagel, draw: Draw, waited: float) -> None:
-        """Check a request that waited for `waited` seconds in the queue. ValueError: the request is invalid."""
+        """Check a request, and begin without any computation.
+
+        Args:
+            model: the model.
+            draw: the request's message.
+            waited: seconds that the request waited in the scheduler's queue.
+
+        Raises:
+            ValueError: the request is invalid.
+        """
         self._parameters = check(draw, model.sizes)
         self._model, self._draw = model, draw
         self._seconds = {"queue": waited}
@@ -63,7 +72,11 @@ class Drawing:
         return self.text is not None and not self.text.done
 
     def turn(self) -> Answer | None:
-        """Compute the request's next prefill and return None, or decode with the autoencoder and return the answer."""
+        """Compute the request's next turn.
+
+        Returns:
+            None after a prefill; the answer with a preview or the finished picture after a use of the autoencoder.
+        """
         if self.image is None:
             self._begin()
             return None
@@ -97,7 +110,7 @@ class Drawing:
         self._spent("prefill")
 
     def denoised(self, evaluation: Evaluation) -> Answer:
-        """Record a denoise step; return the progress as an answer."""
+        """Update the state after a denoise step of `image`; return an answer with the request's progress."""
         assert self.image is not None
         done, total = self.image.index, self._parameters.evaluations
         if done in self._preview_steps:
@@ -107,7 +120,11 @@ class Drawing:
         return Answer(StageProgress(done, total))
 
     def wrote(self, logits: torch.Tensor) -> None:
-        """Choose the next token of the thought, greedily; `logits`: `[vocabulary]` float32."""
+        """Append the most likely next token to the thought.
+
+        Args:
+            logits: `[vocabulary]` float32.
+        """
         assert self.text is not None
         self.text.add(int(logits.argmax()))
 
@@ -147,7 +164,14 @@ class Drawing:
 
 
 def preview_steps(evaluations: int, previews: int) -> list[int]:
-    """Return the numbers of evaluations after which a preview is sent: at most one after each except the last."""
+    """Return the numbers of completed denoise steps after which a preview is sent, evenly distributed.
+
+    There is at most one preview after each step, and none after the last one.
+
+    Args:
+        evaluations: number of denoise steps.
+        previews: requested number of previews.
+    """
     number = min(previews, evaluations - 1)
     return [evaluations * at // (number + 1) for at in range(1, number + 1)]
 

@@ -44,7 +44,7 @@ the step's embeddings, attended values."""
 def facts(
     hf_config: Any, params: Mapping[str, Mapping[str, Any]], stored: StoredTensors | None = None
 ) -> dict[str, StageFacts]:
-    """Return the facts that the planner needs of each stage: weight sizes, context length, activations, KV cache.
+    """Return by stage the sizes from which the planner computes memory: weights, context length, activations, KV cache.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -87,9 +87,9 @@ def facts(
 
 
 def config_sizes(hf_config: Any) -> BagelSizes:
-    """Return the sizes that a config contains; sizes that it lacks are the release's.
+    """Return the sizes of a checkpoint from its config; sizes that are not in the config are those of the release.
 
-    They may differ from the sizes of the weights: the released config counts one ViT layer too many.
+    The result may differ from the sizes of the weights: the released config counts one ViT layer too many.
     """
     llm, vit, vae = hf_config.llm_config, hf_config.vit_config, getattr(hf_config, "vae_config", None) or {}
     return replace(
@@ -131,7 +131,10 @@ def config_sizes(hf_config: Any) -> BagelSizes:
 
 
 def model_tensors(sizes: BagelSizes) -> StoredTensors:
-    """Return the tensors of a model of these sizes, in 16 bits; tensors that the model concatenates count as one."""
+    """Return the tensors (name -> dtype, elements, bytes) of a model of these sizes, in 16 bits.
+
+    Tensors that the model concatenates count as one tensor.
+    """
     import torch
 
     from vllm_omni_ext.model_plugins.bagel.checkpoint import model_sources

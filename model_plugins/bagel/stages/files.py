@@ -13,9 +13,13 @@ _FILES = ("*.json", "merges.txt", MODEL, AUTOENCODER)
 
 
 def checkpoint_directory(model_config: Any) -> Path:
-    """Return the directory with the files of vLLM's `ModelConfig.model`.
+    """Return the directory with the checkpoint's files.
 
-    A model of the Hugging Face hub is downloaded if it is not in the cache: sizes are read from the weights' files.
+    A model of the Hugging Face hub is downloaded if it is not in the cache, because sizes are read from the files of
+    the weights.
+
+    Args:
+        model_config: vLLM's `ModelConfig`.
     """
     return _directory(model_config.model, model_config.revision)
 

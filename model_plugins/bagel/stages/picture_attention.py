@@ -1,10 +1,10 @@
 """Computes full attention inside pictures on a CPU, where vLLM's backend has only causal attention for prompts.
 
-vLLM passes every backend the ranges of a prompt whose tokens attend to each other (`mm_req_doc_ranges`); its backends
-for GPUs use them. Here the metadata of a step is divided at the borders of the ranges. Each piece becomes a separate
-sequence with the same blocks of the KV cache, causal for text and not causal for a picture. This gives the right result
-because a step writes all its keys and values before it reads any: a piece attends to no later piece, and a picture's
-piece attends to all of the picture.
+vLLM passes every backend the ranges of a prompt whose tokens attend to each other (`mm_req_doc_ranges`), but only its
+backends for GPUs use them. Here the metadata of a step is divided at the borders of the ranges. Each piece becomes a
+separate sequence with the same blocks of the KV cache, causal for text and not causal for a picture. This gives the
+right result because a step writes all its keys and values before it reads any: a piece attends to no later piece, and a
+picture's piece attends to all of the picture.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def divided(lengths: Sequence[int], stops: Sequence[int], ranges: Ranges) -> Ite
 
 
 class PictureAttentionBuilder(CPUAttentionMetadataBuilder):
-    """Divides a step with pictures into pieces, then builds vLLM's metadata."""
+    """Builds vLLM's attention metadata of a step; sequences with pictures are divided into pieces before."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -77,7 +77,7 @@ class PictureAttentionBuilder(CPUAttentionMetadataBuilder):
 
 
 def with_pieces(step: CommonAttentionMetadata, pieces: Sequence[Piece]) -> CommonAttentionMetadata:
-    """Return the metadata of a step whose sequences are these pieces."""
+    """Return the metadata of a step in which each piece is a separate sequence; pieces share KV cache blocks."""
     if all(piece.causal for piece in pieces):
         return step
     starts = torch.tensor([0, *(piece.tokens for piece in pieces)]).cumsum(0).to(torch.int32)

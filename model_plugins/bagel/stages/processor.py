@@ -40,7 +40,8 @@ from vllm_omni_ext.model_plugins.bagel.stages.files import model_sizes
 
 IMAGE = "image"
 VIT = "vit"
-"""Field of an item: uint8 `[height, width, 3]` RGB, the item's `PICTURE` resized by `BagelSizes.vit_resize`."""
+"""Key of a picture's `MultiModalKwargsItem`: uint8 `[height, width, 3]` RGB. It is the tensor `PICTURE` of the item,
+resized by `BagelSizes.vit_resize`."""
 
 PAD = "<|image_pad|>"
 """Placeholder token: of one picture in a prompt before processing, and of one patch after processing."""
@@ -63,7 +64,7 @@ def _upright(item: Any) -> Any:
 
 
 class PictureInfo(BaseProcessingInfo):
-    """Gives vLLM and the processor the checkpoint's sizes, token ids and limits of pictures."""
+    """vLLM's processing info for `PictureProcessor`: the checkpoint's sizes, token ids and limits of pictures."""
 
     @cached_property
     def sizes(self) -> BagelSizes:
@@ -95,7 +96,7 @@ class PictureInfo(BaseProcessingInfo):
 
 
 class PictureDummies(BaseDummyInputsBuilder[PictureInfo]):
-    """Creates the largest input, with which vLLM profiles memory."""
+    """Creates dummy inputs with the largest pictures, with which vLLM profiles memory."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return PAD * mm_counts.get(IMAGE, 0)

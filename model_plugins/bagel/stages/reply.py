@@ -35,14 +35,14 @@ _GREEDY_BELOW = 1e-5
 
 
 class Reply:
-    """A text request in the stage `dit`. The scheduler ends it, at a stop token or the length limit.
+    """A text request in the stage `dit`. The scheduler ends the request at a stop token or at the length limit.
 
     Attributes:
         text: the running text; None before the prefill.
     """
 
     def __init__(self, model: Bagel, request: PlainRequest) -> None:
-        """Check a request. ValueError: the request is invalid."""
+        """Check a request, and begin without any computation. ValueError: the request is invalid."""
         self._model, self._prompt, self._features = model, list(request.prompt), list(request.features)
         self._sampling = Sampling(self._prompt, request.params)
         ends = [feature.mm_position.offset + feature.mm_position.length for feature in self._features]
@@ -66,14 +66,14 @@ class Reply:
         return self.text is not None
 
     def turn(self) -> None:
-        """Prefill the prompt except its last id."""
+        """Prefill the prompt except its last id, which the first call of `next_logits` computes."""
         model = self._model
         segments = reply_segments(self._prompt[:-1], self._features, Prompts(model.tokens, model.sizes))
         context = Prefill(model, torch.Generator()).context(segments)
         self.text = RunningText(model, context, len(self._prompt), first=self._prompt[-1])
 
     def wrote(self, logits: Tensor) -> Answer:
-        """Sample the next token from `logits` `[vocabulary]` float32; return it as an answer."""
+        """Sample the next token from `logits` `[vocabulary]` float32; return the answer with the token."""
         assert self.text is not None
         token = self._sampling.choose(logits, self.text.ids[1:])
         self.text.ids.append(token)

@@ -1,4 +1,8 @@
-"""Schedulers of the stages: that of `dit` limits requests by memory and tokens, that of `ar` divides no pictures."""
+"""Schedulers of both stages.
+
+The scheduler of `dit` limits the running requests by memory and tokens. The scheduler of `ar` computes all tokens of an
+input picture in one step.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ _WORKSPACE_SHARE = 0.15
 class DitScheduler(PlainScheduler):
     """Limits the running requests by memory for contexts, tokens in a denoise step, and `max_num_seqs`.
 
-    A picture adds (branches x (latent tokens + 2)) tokens to a denoise step, whose limit is `max_num_batched_tokens`.
+    A picture adds (guidance branches x (latent tokens + 2)) tokens to a denoise step. The limit of these tokens is
+    `max_num_batched_tokens`.
     """
 
     def __init__(self, vllm_config: Any, **given: Any) -> None:
@@ -50,7 +55,7 @@ class DitScheduler(PlainScheduler):
         }
 
     def costs(self, request: Request) -> Mapping[str, float]:
-        """Return the costs of a picture or a text request. ValueError: the request is invalid."""
+        """Return the cost of a picture or text request in each resource of `limits`. ValueError: it is invalid."""
         payload, ends_stream = _message(request)
         if ends_stream:
             return {}
@@ -91,10 +96,11 @@ def _message(request: Request) -> tuple[Any, bool]:
 
 
 class WholePictures(Scheduler):
-    """Ends a prompt chunk before a picture that does not fit into the step: a picture's tokens attend to each other.
+    """vLLM's scheduler, but it ends a prompt chunk before a picture that does not fit into the step.
 
-    vLLM's `disable_chunked_mm_input` does not prevent every division: if a picture's first token is the first token of
-    a request's chunk and other requests leave too few tokens in the step, vLLM divides the picture.
+    A picture must not be divided, since its tokens attend to each other. vLLM's `disable_chunked_mm_input` does not
+    prevent every division: if a picture's first token is the first token of a request's chunk and other requests leave
+    too few tokens in the step, vLLM divides the picture.
     """
 
     def _try_schedule_encoder_inputs(

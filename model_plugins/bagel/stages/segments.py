@@ -52,15 +52,21 @@ def check(draw: Draw, sizes: BagelSizes) -> ImageParameters:
 
 
 def plan(draw: Draw, prompts: Prompts, *, think: bool) -> ImagePlan:
-    """Return the prompts of a request's branches, without the thought."""
+    """Return the prompts of a request's guidance branches, without the thought.
+
+    Args:
+        draw: the request's message.
+        prompts: creates the model's segments.
+        think: the prompts begin with the system prompt for a thought.
+    """
     return image_plan([_piece(part, prompts) for part in draw.parts], prompts.text(THINK_THEN_DRAW) if think else None)
 
 
 def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> tuple[int, int]:
-    """Return the costs of a request while it runs, without decoding its pictures.
+    """Return the costs of a request while it runs, for `DitScheduler`, without decoding its pictures.
 
     Args:
-        draw: the request.
+        draw: the request's message.
         sizes, tokens: sizes and tokenizer of the checkpoint.
         element_bytes: bytes of one element of keys and values.
 
@@ -85,8 +91,10 @@ def costs(draw: Draw, sizes: BagelSizes, tokens: Tokens, element_bytes: int) -> 
 
 
 def _check_picture(part: Picture, sizes: BagelSizes) -> None:
-    """Raise ValueError unless the sides are multiples of a latent token's side, at most `largest_side`, as after a
-    resize, and the number of bytes matches."""
+    """Raise ValueError unless a picture has a size that the resize can give, and the right number of bytes.
+
+    Its sides must be multiples of a latent token's side, and at most `largest_side`.
+    """
     step, largest = sizes.token_pixels, sizes.largest_side
     for name, side in (("height", part.height), ("width", part.width)):
         if side < step or side % step or side > largest:

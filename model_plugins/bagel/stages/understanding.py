@@ -2,11 +2,14 @@
 
 Differences of vLLM's class from the reference, each with its correction here:
 
-* It resizes pictures to a square, and adds no markers; `processor.py` does as the reference.
-* Each token of a picture has its own position; `get_mrope_input_positions` gives a picture one position.
-* It computes the connector's table of positions; this class loads the table.
-* It reads the number of ViT layers from a config that is wrong in the release; this class counts them in the weights.
-* On a CPU, attention in pictures is causal; `picture_attention.py` makes it full.
+* vLLM's class resizes pictures to a square, and adds no markers around them. `processor.py` resizes pictures and adds
+  markers as in the reference.
+* In vLLM's class, each token of a picture has its own position. `get_mrope_input_positions` returns one position for
+  all tokens of a picture.
+* vLLM's class computes the connector's table of positions. `BagelUnderstanding` loads the table.
+* vLLM's class reads the number of ViT layers from a config that is wrong in the release. `BagelUnderstanding` uses the
+  number of layers in the weights.
+* On a CPU, attention in pictures is causal. `picture_attention.py` makes it full.
 
 For text, vLLM's class equals the reference.
 """
@@ -40,7 +43,7 @@ _AUTOENCODER = ("encoder.", "decoder.")
 
 @MULTIMODAL_REGISTRY.register_processor(PictureProcessor, info=PictureInfo, dummy_inputs=PictureDummies)
 class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
-    """Generates text from texts and pictures."""
+    """vLLM model of the stage `ar`, which generates text from texts and pictures."""
 
     hf_to_vllm_mapper = WeightsMapper()
 
@@ -104,7 +107,15 @@ class BagelUnderstanding(BagelForConditionalGeneration, SupportsMRoPE):
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], sizes: BagelSizes) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that read texts and pictures; at the end, CheckpointError if a tensor is missing or unknown."""
+    """Yield the weights for texts and input pictures; leave out those that generate pictures, and the autoencoder.
+
+    Args:
+        weights: names and tensors of the checkpoint's files.
+        sizes: sizes of the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing or unknown; raised after the last tensor.
+    """
     sources = model_sources(sizes)
     known = {name for names in sources.values() for name in names}
     missing = {

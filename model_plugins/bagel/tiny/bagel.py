@@ -86,7 +86,7 @@ def write_bagel(
         directory: created if needed; a checkpoint written here before is replaced.
         seed: all weights come from it.
         released_shape: the sizes of BAGEL-7B-MoT; all weights are zeros in sparse files, which take no room on a disk.
-        size: other sizes than the tiny ones, for measurements.
+        size: sizes of the checkpoint instead of the tiny ones, for measurements.
 
     Raises:
         ConfigError: the path is a file, or a directory with other files in it.

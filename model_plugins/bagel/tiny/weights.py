@@ -25,7 +25,11 @@ class Tensors(dict[str, Tensor]):
         self._seed, self._prefix = seed, prefix
 
     def normal(self, name: str, shape: tuple[int, ...], spread: float, mean: float = 0.0) -> Tensor:
-        """Return normal random numbers, float32, that depend only on the seed and the name."""
+        """Return normally distributed random numbers, float32, that depend only on the seed and the tensor's name.
+
+        Args:
+            spread: standard deviation.
+        """
         if self._seed is None:
             return torch.empty(shape, device="meta")
         key = zlib.crc32(f"{self._seed}/{self._prefix}{name}".encode()) & 0x7FFFFFFF

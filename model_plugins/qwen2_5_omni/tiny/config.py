@@ -45,10 +45,12 @@ NAMED_TOKENS = {
 """Attributes that the processor reads from the tokenizer."""
 
 TEXT_MARKS = 8
-"""Ids of the thinker's vocabulary above the tokenizer's: padding, start and end of spoken text, and the speakers'."""
+"""Number of ids in the thinker's vocabulary above the tokenizer's ids: padding, start and end of spoken text, and the
+speakers' ids."""
 
 CODEC_SPECIALS = 255
-"""Ids of the talker's vocabulary above the codes, rounded up to a multiple of 64 with them (8448 as released)."""
+"""Least number of ids in the talker's vocabulary above the codes. The size of the vocabulary is rounded up to a
+multiple of 64 (8448 as released)."""
 
 CODEC_OFFSETS = {
     "tts_codec_pad_token_id": 99,
@@ -59,7 +61,8 @@ CODEC_OFFSETS = {
 """Offset of each special id above the codes; with 8193 codes these are the released 8292, 8293, 8294 and 8296."""
 
 SPEAKERS = {"Chelsie": 3, "Ethan": 4}
-"""Offset above the tokenizer's ids of the id that opens a speaker's text."""
+"""Name of a speaker -> offset of its text id above the tokenizer's ids. The id precedes the reply in the talker's
+prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ class Sizes:
         codes: number of codes of the codec.
         mel, reference_frames, speaker_width: bands and frames of a speaker's reference spectrogram, and the length of
             its embedding.
-        thinker, talker, audio, vision, dit, bigvgan: fields of the config of each of these parts.
+        thinker, talker, audio, vision, dit, bigvgan: config fields of the decoders, the encoders, the diffusion
+            transformer and BigVGAN; missing fields have Transformers' defaults.
     """
 
     name: str
@@ -234,5 +238,5 @@ def _decoder(sizes: Json) -> Json:
 
 
 def speaker_tokens(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the id that opens the text of each speaker."""
+    """Return the text id of each speaker by name (see `SPEAKERS`)."""
     return {name: vocabulary.size + offset for name, offset in SPEAKERS.items()}

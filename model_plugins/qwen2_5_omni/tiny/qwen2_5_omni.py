@@ -87,7 +87,7 @@ def _write_weights(path: Path, words: Vocabulary, speakers: Speakers, generator:
 
 
 def _speakers(sizes: config.Sizes, words: Vocabulary, generator: torch.Generator) -> Speakers:
-    """Return the speakers in the released layout: id that opens the text, embedding, and a reference spectrogram."""
+    """Return random speakers in the released layout: text id, embedding and reference spectrogram of each by name."""
     import torch
 
     return {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CALIBRATION_CODES = 16
 
 TALKER_EOS_QUANTILE = 1.9
-"""See `qwen3_omni.tiny.weights`; lower, since the talker repeats its codes."""
+"""See `qwen3_omni.tiny.weights`. The value is lower than there, since this talker repeats its codes."""
 
 RULES = (
     Rule(r"resblocks\..*\.weight$", 0.5, by_fan_in=True),

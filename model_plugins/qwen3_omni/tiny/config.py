@@ -43,7 +43,9 @@ class Sizes:
         text_vocab_size: rows of the thinker's embedding table; 0: as many as the tokenizer needs, rounded up to a
             multiple of 64.
         codebook_size: number of codes in each of the `num_code_groups` codebooks.
-        thinker, talker, predictor, audio, vision, code2wav: fields of the config of each of these parts.
+        accept_hidden_layer: number of the thinker's layer whose output the talker reads at multimodal positions.
+        thinker, talker, predictor, audio, vision, code2wav: config fields of the thinker's and the talker's decoder, of
+            the code predictor, the encoders and the vocoder; missing fields have Transformers' defaults.
     """
 
     name: str

@@ -62,7 +62,13 @@ def write_qwen3_omni(
 
 
 def write_sizes(path: Path, size: config.Sizes, seed: int = 0) -> Path:
-    """Write a checkpoint of other sizes, with random weights; of `config.RELEASED` no weights are written."""
+    """Write a checkpoint of these sizes with random weights; `config.RELEASED` is written without weights.
+
+    Args:
+        path: the directory; see `write_qwen3_omni`.
+        size: sizes of the model.
+        seed: all weights come from it.
+    """
     words = vocabulary.small_vocabulary() if size is config.SMALL else vocabulary.real_vocabulary()
     make_room(path, FILES)
     write_json(path / MARKER, {"model": "qwen3-omni", "sizes": size.name, "seed": seed})

@@ -29,8 +29,8 @@ THINKER_LOGIT_STD = 3.0
 TALKER_LOGIT_STD = 3.0
 THINKER_EOS_QUANTILE = 2.6
 TALKER_EOS_QUANTILE = 2.8
-"""The end token is the most likely token if its score exceeds this many standard deviations of it: a larger value makes
-ends rarer."""
+"""The end token is the most likely token of a step if its score exceeds this number of standard deviations of its own
+score: a larger value makes ends rarer."""
 
 WAVE_RMS = 0.15
 """Target loudness, relative to full scale 1; reached within a factor of 1.5."""
@@ -42,7 +42,12 @@ QUIET = 2.0**-20
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Normal distribution of the parameters whose name matches `pattern`; `by_fan_in`: `std` / sqrt(fan-in)."""
+    """Normal distribution of the parameters of some names.
+
+    Attributes:
+        pattern: regular expression that is searched in a parameter's name.
+        by_fan_in: `std` is divided by the square root of the fan-in.
+    """
 
     pattern: str
     std: float
