@@ -1,4 +1,4 @@
-"""`python -m benchmarks`."""
+"""Runs the command line of `benchmarks.tool.cli` for `python -m benchmarks`."""
 
 from benchmarks.tool.cli import main
 

@@ -49,10 +49,10 @@ WARM_UP = 4
 """Requests of each kind that are not measured."""
 
 LATEST_S = 120.0
-"""After the last request was sent."""
+"""Time limit of a request, in seconds in addition to `--seconds`."""
 
 CACHE_BYTES = 64 << 20
-"""Room for all requests that a text stage runs at once."""
+"""KV cache of a text stage: room for all requests that it runs at once."""
 
 OURS, STOCK = "ours", "stock vLLM"
 STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
@@ -64,9 +64,16 @@ class Run:
     """Results of one load on one server.
 
     Attributes:
-        first: seconds from the due time of a request to its first token.
-        gaps: seconds between its tokens.
-        cpu: seconds by kind of process.
+        name: `OURS` or `STOCK`.
+        servers: number of API servers.
+        kind: prompts: "text" or "audio".
+        sent: number of requests.
+        seconds: from the first due time to the last answer.
+        first: seconds from the due time of a request to its first token, for each request.
+        gaps: seconds between two successive tokens of a request, of all requests.
+        cpu: CPU seconds by kind of process.
+        by_server: number of answered requests by API server.
+        failed: number of failed requests by error.
     """
 
     name: str
@@ -81,7 +88,7 @@ class Run:
     failed: Counter[str] = field(default_factory=Counter)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the report."""
+        """Return the figures of this run as JSON data."""
         done = len(self.first)
         return {
             "who": self.name,
@@ -101,7 +108,7 @@ class Run:
 
 
 def bodies(kind: str, count: int, args: Any) -> list[dict[str, Any]]:
-    """Return `count` different requests of one kind."""
+    """Return the bodies of `count` different requests of a kind ("text" or "audio")."""
     chance = random.Random(SEED)
     made = []
     for number in range(count):
@@ -134,7 +141,12 @@ def sound(seed: int, seconds: float) -> str:
 
 
 def serving(name: str, servers: int, model: str, log: Path, args: Any) -> Server:
-    """A server that is not started yet."""
+    """Return a server of ours or of stock vLLM that is not started yet.
+
+    Args:
+        name: `OURS` or `STOCK`.
+        servers: number of API servers.
+    """
     length = ["--served-model-name", MODEL, "--max-model-len", "1024", "--max-num-seqs", str(args.slots)]
     quiet = ["--disable-uvicorn-access-log", "--api-server-count", str(servers)]
     made = Server(model, log)
@@ -151,7 +163,10 @@ def serving(name: str, servers: int, model: str, log: Path, args: Any) -> Server
 
 
 def kinds(server: Server, name: str) -> dict[int, str]:
-    """Return the kinds of the server's processes; those of stock vLLM are at the beginning of their log lines."""
+    """Return "engines" or "API servers" by process id.
+
+    Ours reports the ids in `/omni/status`; stock vLLM writes them at the beginning of each log line.
+    """
     if name == OURS:
         with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
             said = json.load(answer)
@@ -165,7 +180,7 @@ def kinds(server: Server, name: str) -> dict[int, str]:
 
 
 def cpu(server: Server, known: dict[int, str]) -> Counter[str]:
-    """CPU seconds so far, by kind of process."""
+    """Return the CPU seconds so far of a server's processes, by kind (see `kinds`, else "the rest")."""
     spent: Counter[str] = Counter()
     for process in server.processes():
         times = process.cpu_times()
@@ -174,7 +189,7 @@ def cpu(server: Server, known: dict[int, str]) -> Counter[str]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], due: float, run: Run | None) -> None:
-    """Send one request when it is due, and record its times in `run`."""
+    """Send one request when it is due, and record its times in `run`; None: the request only warms up."""
     await asyncio.sleep(due - time.monotonic())
     times: list[float] = []
     try:
@@ -197,7 +212,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any], du
 
 
 async def load(server: Server, run: Run, args: Any) -> None:
-    """Send all requests of a run."""
+    """Send all requests of a run, after some that warm up, and record the results in `run`."""
     asked = bodies(run.kind, WARM_UP + run.sent, args)
     chance = random.Random(SEED)
     limits = aiohttp.TCPConnector(limit=0, force_close=True)  # one connection a request, as from separate clients
@@ -234,7 +249,7 @@ def show(runs: Iterable[Run]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Start each server, send it each load, and print."""
+    """Start each server, send each load to it, and print the results."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--servers", nargs="+", type=int, default=[1, 2], help="numbers of API servers to compare")
     arguments.add_argument("--kinds", nargs="+", default=["text", "audio"], choices=["text", "audio"])

@@ -1,4 +1,7 @@
-"""BAGEL's pictures over HTTP: a server, a client, and the time of a picture by part from the server's metrics."""
+"""Measures BAGEL's pictures over HTTP: starts a server, sends requests, and reads times from the server's metrics.
+
+A part is a phase of the work on a picture (`PARTS`), e.g. "prefill" or "steps".
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _SUM = re.compile(r'^vllm_omni_ext:stage_part_seconds_sum\{.*\bpart="(\w+)".*\} 
 
 @dataclass(frozen=True)
 class Asked:
-    """The requested pictures; sides in pixels. The input picture of an edit has the same size."""
+    """Size of the requested pictures, in pixels, and of an edit's input picture; and number of denoise steps."""
 
     height: int
     width: int
@@ -52,11 +55,11 @@ class Measured:
 
     Attributes:
         image_s: seconds of a round divided by its pictures, median of the rounds.
-        image_min_s, image_max_s: the same of the fastest and of the slowest round.
-        answer_p50_s: seconds from a request to its complete answer.
-        parts: mean seconds of a picture by part. "transfer" is the client's time without the parts of the stage: the
-            prompt's way to it, and its pixels' way back as PNG in base64. With several pictures at once a part includes
-            waiting for the others' prefills and for the autoencoder.
+        image_min_s, image_max_s: seconds of the fastest and of the slowest round, divided by its pictures.
+        answer_p50_s: seconds from a request to its complete answer, median.
+        parts: mean seconds of a picture by part. "transfer" is the time at the client minus all parts of the stage: the
+            prompt is sent to the stage, and the pixels are sent back as PNG in base64. With several pictures at once, a
+            part includes waiting for the prefills of other pictures and for the autoencoder.
     """
 
     task: str
@@ -72,7 +75,7 @@ class Measured:
 
 
 class Client:
-    """Connections to a server, used from one loop."""
+    """Connections to a server, used from one event loop."""
 
     def __init__(self, url: str, asked: Asked) -> None:
         self._url, self._asked = url, asked
@@ -88,7 +91,14 @@ class Client:
         await self._session.close()
 
     async def seconds(self, task: str, seed: int) -> float:
-        """Return the seconds of one picture; RuntimeError for any other answer of the server."""
+        """Request one picture, and return the seconds to its complete answer.
+
+        Args:
+            task: `IMAGE` or `EDIT`.
+
+        Raises:
+            RuntimeError: the answer is an error, or has no picture of the right size.
+        """
         began = time.perf_counter()
         request = self._edit(seed) if task == EDIT else self._image(seed)
         async with request as reply:
@@ -100,7 +110,7 @@ class Client:
         return spent
 
     async def parts(self) -> dict[str, float]:
-        """Return the stage's seconds for all pictures so far, by part."""
+        """Return the seconds by part that the server has spent on all pictures so far, from `/metrics`."""
         async with self._session.get(self._url.removesuffix("/v1") + "/metrics") as reply:
             return sums(await reply.text())
 
@@ -144,7 +154,7 @@ def sums(metrics: str) -> dict[str, float]:
 
 
 async def measured(client: Client, asked: Asked, task: str, at_once: int, rounds: int) -> Measured:
-    """Warm up with one round, and measure the others."""
+    """Run one round that warms up, and measure `rounds` more, each with `at_once` concurrent pictures."""
     await asyncio.gather(*(client.seconds(task, seed) for seed in range(at_once)))
     before, answers, walls = await client.parts(), list[float](), list[float]()
     for number in range(1, rounds + 1):
@@ -180,7 +190,7 @@ def measure(
 
 
 def table(rows: Sequence[Measured]) -> Iterator[str]:
-    """Return the lines of a table."""
+    """Yield the lines of a Markdown table."""
     names = list(dict.fromkeys(name for row in rows for name in row.parts))
     yield f"| task | at once | s/image | answer p50, s | {', s | '.join(names)}, s |"
     yield "|---" * (len(names) + 4) + "|"
@@ -191,5 +201,5 @@ def table(rows: Sequence[Measured]) -> Iterator[str]:
 
 
 def as_json(rows: Sequence[Measured]) -> list[dict[str, Any]]:
-    """Return the rows as data for a JSON file."""
+    """Return the measurements as JSON data, one mapping for each."""
     return [asdict(row) for row in rows]

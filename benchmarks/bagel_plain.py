@@ -1,7 +1,7 @@
-"""BAGEL as a plain loop in torch: one request, one branch after the other, contexts copied, weights as stored.
+"""BAGEL as a plain loop in torch: one request and one guidance branch at a time, copied contexts, weights in float32.
 
-It follows a reference implementation, without optimizations. `bagel_steps.py` compares to it. Tests use it for the
-expected results of branches, thoughts and guidance.
+The code follows the reference implementation, without optimizations. `bagel_steps.py` compares its speed with the
+package's model. Tests use it for the expected results of branches, thoughts and guidance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_omni_ext.model_plugins.bagel.prompts import THINK_THEN_DRAW, Part, Pro
 
 @dataclass
 class Cache:
-    """Keys and values by layer, and the next position."""
+    """KV cache of one sequence: keys and values by layer (None: empty), and the next RoPE position."""
 
     keys: list[Tensor | None]
     values: list[Tensor | None]
@@ -38,7 +38,15 @@ class Cache:
 
 @dataclass
 class Trace:
-    """Intermediate results of a run: the latent before each step, the velocities, the thought."""
+    """Intermediate results of a run.
+
+    Attributes:
+        x: the latent before each denoise step.
+        v: the velocity of each denoise step, after guidance.
+        latent: the final latent.
+        thought: the text that the model has generated before the picture; None without thinking.
+        cond: cache of the conditional branch.
+    """
 
     x: list[Tensor] = field(default_factory=list)
     v: list[Tensor] = field(default_factory=list)
@@ -48,7 +56,12 @@ class Trace:
 
 
 class Plain:
-    """The model. The autoencoder, the tokenizer and the ViT's patches are those of `bagel`."""
+    """The plain model.
+
+    Args:
+        directory: the checkpoint.
+        bagel: the package's model of the same checkpoint, whose autoencoder, tokenizer and ViT are used here.
+    """
 
     def __init__(self, directory: Path, bagel: Bagel) -> None:
         self.w = {name: tensor.float() for name, tensor in load_file(directory / "ema.safetensors").items()}
@@ -68,7 +81,13 @@ class Plain:
         return self.w[f"{name}.weight"] * (x * scale)
 
     def routed(self, x: Tensor, gen: Tensor, what: Any, name: str) -> Tensor:
-        """Apply the `_moe_gen` weights to tokens of `gen`, and the other weights to the other tokens."""
+        """Apply a layer with the `_moe_gen` weights to latent tokens, and with the plain weights to all other tokens.
+
+        Args:
+            gen: [n], bool, True for latent tokens.
+            what: the layer: `linear` or `norm`.
+            name: prefix of the weights' names, with `{}` in place of `_moe_gen`.
+        """
         out = what(x, name.format(""))
         if gen.any():
             out = out.clone()
@@ -84,7 +103,14 @@ class Plain:
 
     @torch.inference_mode()
     def forward(self, x: Tensor, gen: Tensor, positions: Tensor, cache: Cache, *, causal: bool, keep: bool) -> Tensor:
-        """Compute one sequence, `[n, hidden]`, after the tokens in the cache; `gen` and `positions` are `[n]`."""
+        """Compute `x` [n, hidden] after the tokens in the cache; return the last hidden states [n, hidden].
+
+        Args:
+            gen: [n], bool, True for latent tokens (see `routed`).
+            positions: RoPE positions [n].
+            causal: whether a token attends only to earlier ones among `x`.
+            keep: append keys and values to the cache.
+        """
         for at in range(self.layers):
             layer = f"language_model.model.layers.{at}"
             h = self.routed(x, gen, self.norm, layer + ".input_layernorm{}")
@@ -123,7 +149,12 @@ class Plain:
         cache.position += len(ids)
 
     def block(self, inside: Tensor, cache: Cache, *, latents: bool, keep: bool) -> Tensor:
-        """Compute the tokens of `inside` between two markers, all at one position."""
+        """Compute the tokens `inside` [n, hidden] of a picture between two markers, all at one RoPE position.
+
+        Args:
+            latents: whether `inside` are latent tokens.
+            keep: append keys and values to the cache.
+        """
         tokens = self.bagel.tokens
         x = torch.cat((self.embed([tokens.image_start]), inside, self.embed([tokens.image_end])))
         gen = torch.full((len(x),), latents)
@@ -171,7 +202,12 @@ class Plain:
         return self.linear(h[1:-1], "llm2vae")
 
     def run(self, parts: Sequence[Part], p: ImageParameters) -> Trace:
-        """Compute an image, up to its latent."""
+        """Compute an image up to its latent; return all intermediate results.
+
+        Args:
+            parts: texts and pictures of the prompt, in order.
+            p: the request's parameters.
+        """
         trace, generator = Trace(), torch.Generator("cpu").manual_seed(p.seed)
         cond = self.cache()
         img = self.cache()

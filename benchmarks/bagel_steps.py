@@ -1,4 +1,4 @@
-"""Measures BAGEL's denoise steps of several images in one forward pass, one by one and as a plain loop; time by part.
+"""Measures BAGEL's denoise steps: several images in one forward pass, one by one, and as a plain loop; times by part.
 
     python benchmarks/bagel_steps.py [MODEL] [--wide] [--height 64] [--width 96] [--rounds 5] [--json FILE]
     python benchmarks/bagel_steps.py --released-shape --device cuda --dtype bfloat16 --height 512 --width 512
@@ -6,8 +6,8 @@
 
 Without a model, a tiny random one with a million parameters is written. `--wide` gives it 7 million, so that more of
 the time is arithmetic. `--released-shape` is BAGEL-7B-MoT with random weights (30 GB in bfloat16). The variants take
-turns in every round. A number is the median of the rounds, with the smallest and largest. The plain loop is the
-reference's own order of work without this package's layers; it is for a checkpoint in float32 on a CPU.
+turns in every round. A number is the median of the rounds, with the smallest and largest. The plain loop
+(`bagel_plain.py`) follows the reference implementation without this package's layers, in float32 on a CPU only.
 
 Without `--http` there is no engine and no server: the program measures the model's computation alone. With it, the
 program starts a server (with `--load-format dummy` for `--released-shape`), and 1, 2 and 4 clients request images and
@@ -69,7 +69,11 @@ def arguments() -> argparse.Namespace:
 
 
 class Bench:
-    """A model, and the variants to measure."""
+    """A model, and the variants to measure.
+
+    Args:
+        plain: the same checkpoint as a plain loop; None: no plain loop is measured.
+    """
 
     def __init__(self, model: Bagel, plain: Plain | None, args: argparse.Namespace) -> None:
         self.model, self.plain, self.args = model, plain, args
@@ -88,13 +92,13 @@ class Bench:
         return self.timed(lambda: [denoiser.step(running) for _ in range(self.args.steps)])
 
     def one_by_one(self, count: int) -> float:
-        """Return the seconds of the same steps, one image after the other at each step."""
+        """Return the seconds of all steps of `count` images, with one forward pass for each image and step."""
         running, denoisers = self.prepared(count), [Denoiser(self.model) for _ in range(count)]
         pairs = list(zip(running, denoisers, strict=True))
         return self.timed(lambda: [each.step([image]) for _ in range(self.args.steps) for image, each in pairs])
 
     def plain_loop(self, plain: Plain, count: int) -> float:
-        """Return the seconds of the same steps as a plain loop: images, branches and experts one after the other."""
+        """Return the seconds of all steps of `count` images in the plain loop: images and branches one by one."""
         jobs = []
         for seed in range(count):
             cond, text, img = plain.cache(), plain.cache(), plain.cache()
@@ -104,7 +108,7 @@ class Bench:
         return self.timed(lambda: [plain.denoise(Trace(), p, grid, *rest) for p, *rest in jobs])
 
     def parts(self) -> dict[str, float]:
-        """Seconds of one image by part."""
+        """Return the seconds of one image for its prefill, its steps and the decoding by the autoencoder ("VAE")."""
         found: list[RunningImage] = []
         prefill = self.timed(lambda: found.extend(self.prepared(1)))
         denoiser = Denoiser(self.model)
@@ -112,12 +116,12 @@ class Bench:
         return {"prefill": prefill, "steps": steps, "VAE": self.timed(lambda: finish(self.model, found[0]))}
 
     def ways(self) -> dict[str, Callable[[int], float]]:
-        """Return the variants to compare, by name."""
+        """Return the variants to compare: name -> function that takes a number of images and returns seconds."""
         found = {"packed": self.packed, "one by one": self.one_by_one}
         return found if self.plain is None else {**found, "plain loop": partial(self.plain_loop, self.plain)}
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Return the seconds of a call, with the device's work that it starts."""
+        """Return the seconds of a call, including the work that it starts on the device."""
         self.wait()
         began = time.perf_counter()
         call()
@@ -139,7 +143,7 @@ def fill(model: Bagel) -> None:
 
 
 def directory_of(args: argparse.Namespace, folder: str) -> Path:
-    """Return the directory of the checkpoint; without `args.model`, write a checkpoint."""
+    """Return the directory of the checkpoint `args.model`; without one, write a random checkpoint into `folder`."""
     size = WIDE if args.wide else None
     return args.model or write_bagel(f"{folder}/model", size=size, released_shape=args.released_shape)
 
@@ -158,7 +162,11 @@ def made(args: argparse.Namespace, folder: str) -> Bench:
 
 
 def measure(bench: Bench) -> tuple[Times, Times]:
-    """Return the seconds of each variant, and of each part of an image, by round."""
+    """Measure all rounds.
+
+    Returns:
+        (seconds by "VARIANT COUNT", e.g. "packed 4"; seconds by part of an image), each a list with a value per round.
+    """
     ways, parts = Times(), Times()
     for number in range(bench.args.rounds + 1):
         for count in TOGETHER:
@@ -177,7 +185,11 @@ def spread(values: Sequence[float]) -> str:
 
 
 def beside(ways: Times, count: int) -> dict[str, float]:
-    """Return the time of the packed steps of `count` images divided by that of each other variant, as medians."""
+    """Return the median of (time of "packed" / time of the variant) for `count` images, by name of each other variant.
+
+    Args:
+        ways: seconds by "VARIANT COUNT", as from `measure`.
+    """
     names = dict.fromkeys(key.rpartition(" ")[0] for key in ways)
     found = {}
     for name in list(names)[1:]:
@@ -187,7 +199,7 @@ def beside(ways: Times, count: int) -> dict[str, float]:
 
 
 def table(ways: Times, parts: Times, steps: int) -> list[str]:
-    """Return the results as lines of a table."""
+    """Return the results as the lines of two Markdown tables."""
     names = list(dict.fromkeys(key.rpartition(" ")[0] for key in ways))
     ratios = [f"packed / {name}, time" for name in names[1:]]
     lines = [f"| images | {', image-steps/s | '.join(names)}, image-steps/s | {' | '.join(ratios)} |"]
@@ -220,7 +232,7 @@ def figures(ways: Times, parts: Times, args: argparse.Namespace) -> list[dict[st
 
 
 def over_http(args: argparse.Namespace, folder: str) -> tuple[list[str], list[dict[str, Any]]] | None:
-    """Return the table and the figures of a server; None if it has refused its configuration."""
+    """Measure a server; return (lines of the table, figures), or None if it has refused its configuration."""
     flags = [*(["--load-format", "dummy"] if args.released_shape else []), *args.flags]
     asked = Asked(args.height, args.width, args.steps)
     rows = bagel_http.measure(directory_of(args, folder), flags, asked, TOGETHER, args.rounds)
@@ -228,7 +240,7 @@ def over_http(args: argparse.Namespace, folder: str) -> tuple[list[str], list[di
 
 
 def computed(args: argparse.Namespace, folder: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the table and the figures of the computation alone."""
+    """Measure the computation without a server; return (lines of the tables, figures)."""
     torch.set_num_threads(args.threads)
     ways, parts = measure(made(args, folder))
     return table(ways, parts, args.steps), figures(ways, parts, args)

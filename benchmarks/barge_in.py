@@ -1,4 +1,4 @@
-"""Measures how soon the sound of a realtime session ends when the client interrupts it, and how much is ahead.
+"""Measures how soon the sound of a realtime session ends when the client interrupts it, and how much sound is unplayed.
 
 A client of a server plays each answer in real time and interrupts it `--rounds` times with `response.cancel`, and as
 often with speech that the server's turn detection finds. "Last sound" is the time from the sending of the interrupting
@@ -48,12 +48,12 @@ STAGES = {
 """Answers of 16 s, which are longer than a round."""
 FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--stage-overrides", json.dumps(STAGES))
 DETECTION = {"type": "server_vad", "create_response": False, "prefix_padding_ms": 0}
-"""Without padding `audio_start_ms` is the begin of the speech."""
+"""Turn detection. Without padding, `audio_start_ms` of an event is the begin of the speech."""
 
 EARLIEST_S, LATEST_S = 0.5, 2.5
-"""Time from the first sound to the interruption."""
+"""Shortest and longest time from the first sound of an answer to the interruption; it is random."""
 QUIET_S = 1.0
-"""Time after an interruption in which sound would be received."""
+"""Time after an interruption in which the client waits for late sound."""
 
 
 def speech() -> list[str]:
@@ -66,7 +66,14 @@ def speech() -> list[str]:
 
 
 class Client:
-    """A session that plays its sound in real time."""
+    """The client of a realtime session, which plays the received sound in real time.
+
+    Attributes:
+        player: state of the playback of the present answer.
+        ahead_ms: largest length of sound that was received and not played.
+        last_sound_at: time of the last received sound, on the monotonic clock.
+        sent_at: time at which each piece of speech was sent.
+    """
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -86,7 +93,7 @@ class Client:
         return self._waiting.setdefault(kind, asyncio.get_running_loop().create_future())
 
     async def receive(self) -> None:
-        """Receive events until the connection ends."""
+        """Receive events until the connection ends; record the times of sound, and complete the futures of `next`."""
         async for text in self._socket:
             now, event = time.monotonic(), json.loads(text)
             if event["type"] == "error":
@@ -99,7 +106,7 @@ class Client:
                 waiting.set_result(event)
 
     async def speak(self, pieces: list[str], until: asyncio.Future[Any]) -> None:
-        """Send pieces of sound in real time, until an event has been received."""
+        """Send pieces of sound in real time, until the future `until` of an event is done."""
         began, first = time.monotonic(), len(self.sent_at)
         for piece in pieces:
             if until.done():
@@ -111,7 +118,15 @@ class Client:
 
 
 async def interruption(client: Client, pieces: list[str], kind: str) -> tuple[float, float]:
-    """Interrupt one answer; returns the milliseconds to the last sound, and the largest sound ahead in milliseconds."""
+    """Request an answer and interrupt it.
+
+    Args:
+        pieces: speech in base64, for the kind "speech".
+        kind: "cancel" (with `response.cancel`) or "speech".
+
+    Returns:
+        (milliseconds from the interruption to the last sound, most milliseconds of sound received and not played).
+    """
     client.player, client.ahead_ms = Player(), 0.0
     sound, done = client.next("response.output_audio.delta"), client.next("response.done")
     await client.send("response.create", response={"instructions": "Count.", "tool_choice": "none"})
@@ -137,7 +152,7 @@ async def interruption(client: Client, pieces: list[str], kind: str) -> tuple[fl
 
 
 async def measured(url: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the figures of each interruption, by its kind; the kinds take turns."""
+    """Return the results of `interruption` by kind; the kinds take turns."""
     pieces, found = speech(), dict[str, list[tuple[float, float]]]({"cancel": [], "speech": []})
     async with websockets.connect(f"{url}/realtime?model={MODEL}", max_size=None) as socket:
         client = Client(socket)
@@ -160,7 +175,7 @@ async def measured(url: str, rounds: int) -> dict[str, list[tuple[float, float]]
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--rounds", type=int, default=20, help="interruptions of each kind")
     flags.add_argument("--json", type=Path, help="file that takes every figure")

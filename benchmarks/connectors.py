@@ -45,7 +45,7 @@ COPIES = {
     "tcp": "0 + 1, kernel 1 + 1",
     "mooncake": "1 + 1, and the engine's",
 }
-"""Of the tensor's bytes, at the producer and at the consumer."""
+"""Copies of the tensor's bytes, at the producer + at the consumer."""
 
 
 def usage() -> tuple[float, int]:
@@ -55,7 +55,10 @@ def usage() -> tuple[float, int]:
 
 
 def read(consumer: Consumer, pipe: Any) -> None:
-    """Send the arrival time of each announced chunk, on the clock of all processes, until None is received."""
+    """Read each chunk that the producer announces in the pipe, until it announces None (the consumer's process).
+
+    For each chunk, send (arrival time on the clock that all processes share, number of elements), then `usage()`.
+    """
     while (told := pipe.recv()) is not None:
         request, source = told
         numel = consumer.get(source, request, 0, TIMEOUT_S).numel()
@@ -65,13 +68,13 @@ def read(consumer: Consumer, pipe: Any) -> None:
 
 
 def reader(config: ConnectorConfig, pipe: Any, work: Callable[[Consumer, Any], None]) -> None:
-    """Run `work` in the consumer's process."""
+    """Open a consumer and pass it to `work`; runs in the consumer's process."""
     with connector(config).consumer(EDGE) as consumer:
         work(consumer, pipe)
 
 
 def reading(config: ConnectorConfig, work: Callable[[Consumer, Any], None]) -> tuple[Any, Any]:
-    """Start a consumer in a process. Return a pipe to it, and the process."""
+    """Start a process that runs `work` with a consumer; return (pipe to the process, process)."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     other = spawn.Process(target=reader, args=(config, theirs, work))
@@ -80,7 +83,7 @@ def reading(config: ConnectorConfig, work: Callable[[Consumer, Any], None]) -> t
 
 
 def measure(name: str, size: int, seconds: float) -> str:
-    """Return one line of the table."""
+    """Measure chunks of `size` bytes on a connector for `seconds`; return a line of the first table."""
     config = ConnectorConfig(name=name, capacity_bytes=2 * SIZES[-1])
     ours, other = reading(config, read)
     puts, theres = [], []
@@ -117,7 +120,7 @@ def measure(name: str, size: int, seconds: float) -> str:
 
 
 def follow(consumer: Consumer, pipe: Any) -> None:
-    """Read one request's chunks as they are announced."""
+    """Read the chunks of one request when the producer announces them; runs in the consumer's process."""
     source = pipe.recv()
     for index in range(COUNTED + 1):
         pipe.recv()
@@ -128,7 +131,10 @@ def follow(consumer: Consumer, pipe: Any) -> None:
 
 
 def calls(name: str, size: int) -> str:
-    """Return one line of the second table, without the producer's pauses."""
+    """Count system calls for chunks of `size` bytes on a connector; return a line of the second table.
+
+    The calls with which the producer pauses between chunks are left out.
+    """
     config = ConnectorConfig(name=name, capacity_bytes=2 * COUNTED * size)
     ours, other = reading(config, follow)
     with connector(config).producer(EDGE) as producer:
@@ -154,7 +160,7 @@ def calls(name: str, size: int) -> str:
 
 
 def copy(size: int, seconds: float) -> str:
-    """Return the line of a copy into memory that was used before."""
+    """Return a line of the first table for a copy of `size` bytes into memory that was used before."""
     source, target, times = np.ones(size, np.uint8), np.ones(size, np.uint8), []
     end = time.perf_counter() + seconds
     while len(times) < FEWEST or time.perf_counter() < end:
@@ -166,7 +172,7 @@ def copy(size: int, seconds: float) -> str:
 
 
 def main() -> None:
-    """Measure everything and print a table."""
+    """Run this benchmark from the command line, and print both tables."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--connectors", nargs="+", default=["shared_memory", "tcp"])
     flags.add_argument("--seconds", type=float, default=2.0, help="for each line")

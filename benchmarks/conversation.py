@@ -3,7 +3,7 @@
 Each turn of the user is `--seconds` of sound; the answer is one short sentence, and its length is fixed. A turn is
 measured twice on the same server, from `response.create` to the first sound at the client: "kept" after the turn before
 it, as in a conversation, and "again" after the prefix caches, kept hidden states and media caches were emptied, so that
-the whole conversation is computed. Both give the same sound.
+the whole conversation is computed. Both answers have the same sound.
 
     python benchmarks/conversation.py [MODEL] [--turns 10] [--seconds 4] [--rounds 3] [--json FILE]
 """
@@ -34,7 +34,7 @@ RATE_HZ = 24_000
 TEXT, FRAMES = 12, 8
 BLOCK = 32
 ROUNDING = 4
-"""Largest difference of a sample in PCM16."""
+"""Largest difference of two PCM16 samples that count as equal."""
 REPLY = "The quick brown fox jumps over the lazy dog."
 OVERRIDES = {
     "thinker": {
@@ -49,7 +49,7 @@ OVERRIDES = {
 
 
 def speech(seconds: float, seed: int) -> str:
-    """Return noise as PCM16 in base64."""
+    """Return noise instead of speech, as PCM16 at 24 kHz in base64."""
     wave = np.random.default_rng(seed).uniform(-0.3, 0.3, int(seconds * RATE_HZ))
     return base64.b64encode((wave * 32767).astype("<i2").tobytes()).decode()
 
@@ -61,13 +61,13 @@ def alike(one: bytes, other: bytes) -> bool:
 
 
 class Talk:
-    """A Realtime session."""
+    """The client of a Realtime session."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
 
     async def send(self, kind: str, until: str, **fields: Any) -> None:
-        """Send an event, and receive up to the next event of the kind `until`."""
+        """Send an event of the type `kind`, and receive events up to the next one of the type `until`."""
         await self._socket.send_json({"type": kind, **fields})
         while (await self._receive())["type"] != until:
             pass
@@ -79,7 +79,7 @@ class Talk:
         return event
 
     async def answer(self) -> tuple[float, bytes]:
-        """Return the seconds to the first sound of a response outside of the conversation, and its sound."""
+        """Request a response that is not added to the conversation; return (seconds to its first sound, its sound)."""
         began, first, sound = time.monotonic(), 0.0, b""
         await self._socket.send_json({"type": "response.create", "response": {"conversation": "none"}})
         while (event := await self._receive())["type"] != "response.done":
@@ -90,7 +90,7 @@ class Talk:
 
 
 async def conversation(server: Server, turns: int, seconds: float, seed: int) -> list[tuple[float, float]]:
-    """Return the seconds to the first sound of each turn, kept and computed again."""
+    """Hold one conversation; return ("kept", "again") for each turn, both in seconds to the first sound."""
     found = []
     async with aiohttp.ClientSession() as session:
         url = f"{server.base_url}/realtime?model={MODEL}"
@@ -117,7 +117,7 @@ async def conversation(server: Server, turns: int, seconds: float, seed: int) ->
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--turns", type=int, default=10)
     flags.add_argument("--seconds", type=float, default=4.0, help="length of each turn of the user")

@@ -49,7 +49,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Case:
-    """One request: messages, and the text tokens and frames of its answer."""
+    """One request: its messages, and the numbers of text tokens and frames of its answer."""
 
     messages: list[dict[str, Any]]
     text: int
@@ -58,14 +58,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds until the first sound, and their parts by stage."""
+    """Seconds from the request to the first sound, and the seconds that each stage took of them."""
 
     first: float
     thinker: float = 0.0
     talker: float = 0.0
     code2wav: float = 0.0
     spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """The steps with these times: stage, start and end, in seconds since the request began."""
+    """The counted steps: (stage, start, end), in seconds since the request began."""
 
     @property
     def between(self) -> float:
@@ -74,7 +74,7 @@ class Line:
 
 @dataclass
 class Result:
-    """All rounds of one case."""
+    """All rounds of one case, with chunks (`on`) and without (`off`); `tokens` is the length of the prompt."""
 
     tokens: int
     on: list[Line] = field(default_factory=list)
@@ -100,7 +100,7 @@ def cases(tokenizer: Any) -> dict[str, Case]:
 
 
 async def answer(omni: Any, prompt: Any, case: Case, chunks: dict[str, Any]) -> Line:
-    """Return the times of one spoken answer, greedy."""
+    """Request one spoken answer without sampling, with these chunk sizes; return its times."""
     await rpc(omni, "take_step_log")
     talker = SamplingParams(temperature=0, max_tokens=case.frames + 1, min_tokens=case.frames + 1)
     text = SamplingParams(temperature=0, max_tokens=case.text, ignore_eos=True)
@@ -116,7 +116,15 @@ async def answer(omni: Any, prompt: Any, case: Case, chunks: dict[str, Any]) -> 
 
 
 def line(began: float, first: float, steps: dict[str, Sequence[Sequence[float]]]) -> Line:
-    """Return the time line: of each stage, the last step that ended before the next stage's began."""
+    """Return the times of one answer from the log of the stages' steps.
+
+    A frame counts from the last talker step that ended before the code2wav step of the first sound, and a token from
+    the last thinker step that ended before that talker step. All earlier steps of the thinker count too.
+
+    Args:
+        began, first: times of the request and of the first sound, on the clock of the steps.
+        steps: (start, end) of each step, by stage.
+    """
     sound = max((step for step in steps["code2wav"] if step[1] <= first), key=lambda step: step[1])
     frame = max((step for step in steps["talker"] if step[1] <= sound[0]), key=lambda step: step[1])
     token = max((step for step in steps["thinker"] if step[1] <= frame[0]), key=lambda step: step[1])
@@ -146,7 +154,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--rounds", type=int, default=8, help="measured rounds, after one that warms up")
     flags.add_argument("--json", type=Path, help="file that takes every round")

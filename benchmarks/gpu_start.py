@@ -1,4 +1,4 @@
-"""Start a server as in the README, request ten spoken answers, one after the other, and end the server.
+"""Measures the start of a server and its first ten spoken answers, which are requested one after the other.
 
 The first answer should be as fast as the tenth. A slower one shows a compilation or a selection that is missing from
 the server's start. If the server refuses its configuration, the exit status is 3 and the reason is printed.
@@ -34,13 +34,20 @@ WRONG_CONFIGURATION = 2
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after `--`; argparse takes none that begin with a hyphen after an option."""
+    """Return the words of a command line before `--`, and those after it, which are flags for `vllm serve`.
+
+    argparse does not accept flags of another program after its own options.
+    """
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
 
 def measured(model: str, flags: Sequence[str], measure: Callable[[Server], T]) -> T | None:
-    """Start a server, measure, end it and print its log; None if it has refused its configuration."""
+    """Start a server, call `measure`, end the server and print its log.
+
+    Returns:
+        The result of `measure`; None if the server has refused its configuration.
+    """
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
         server = Server(model, Path(folder, "server.log"), ["--served-model-name", MODEL, *flags])
         try:
@@ -55,13 +62,13 @@ def measured(model: str, flags: Sequence[str], measure: Callable[[Server], T]) -
 
 
 def spoken_answers(server: Server, lengths: Lengths) -> tuple[float, list[Answer]]:
-    """Return the seconds of the start, and ten answers, one after the other."""
+    """Return (seconds of the server's start, ten answers that were requested one after the other)."""
     with over_http(server, lengths) as (ask, runner):
         return server.startup_s, [runner.run(ask(seed)) for seed in range(ANSWERS)]
 
 
 def main() -> int:
-    """Measure and print; return the exit status."""
+    """Run this benchmark from the command line, and print its results; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--json", type=Path, help="file that takes the figures")

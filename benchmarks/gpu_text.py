@@ -31,14 +31,14 @@ PATIENCE_S = 300.0
 
 
 def flags(*, tiny: bool) -> list[str]:
-    """Return the flags of both servers: with the same KV cache and batch, they differ only outside the engine."""
+    """Return the flags of both servers, so that their engines have the same KV cache and batch size."""
     common = ["--served-model-name", MODEL, "--max-model-len", "2048", "--max-num-seqs", str(AT_ONCE)]
     released = ["--load-format", "dummy", "--kv-cache-memory-bytes", str(CACHE_BYTES), "--dtype", "bfloat16"]
     return common if tiny else [*common, *released]
 
 
 async def answers(url: str, count: int, at_once: int, tokens: int) -> float:
-    """Return the seconds of `count` answers."""
+    """Request `count` answers of `tokens` tokens, `at_once` at a time; return the seconds until all are complete."""
     places = asyncio.Semaphore(at_once)
     body: dict[str, Any] = {
         "model": MODEL,
@@ -63,7 +63,12 @@ async def answers(url: str, count: int, at_once: int, tokens: int) -> float:
 
 
 def server_of(model: str, words: Sequence[str], given: Sequence[str], log: Path) -> Server:
-    """Return a server that is not started yet; `words` replace the command and --omni."""
+    """Return a server that is not started yet.
+
+    Args:
+        words: command of a stock server, which gets no flag --omni; empty: our server.
+        given: flags of `vllm serve`.
+    """
     server = Server(model, log, given)
     if words:
         server.words = [*words, *(word for word in server.words[len(command()) :] if word != "--omni")]
@@ -71,12 +76,12 @@ def server_of(model: str, words: Sequence[str], given: Sequence[str], log: Path)
 
 
 def words_of(model: str, words: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return the command line of such a server."""
+    """Return the command line of the server that `server_of` makes from the same arguments."""
     return server_of(model, words, given, Path("log")).words
 
 
 def measure(words: Sequence[str], model: str, given: Sequence[str], args: argparse.Namespace) -> float:
-    """Start a server and return its answers a second."""
+    """Start a server (see `server_of`), and return its text-only answers a second."""
     with (
         tempfile.TemporaryDirectory(prefix="omni-bench-") as folder,
         server_of(model, words, given, Path(folder, "server.log")) as server,
@@ -87,7 +92,7 @@ def measure(words: Sequence[str], model: str, given: Sequence[str], args: argpar
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--tiny", action="store_true", help="a tiny checkpoint, with weights, and few short answers")

@@ -1,4 +1,4 @@
-"""Send long videos to a server, and read the memory of the devices after each answer.
+"""Sends long videos to a server, and measures the memory of the devices after each answer.
 
 A video has 1280 x 720 pixels and 2 frames a second; an answer has 4 tokens. If the server refuses its configuration,
 the exit status is 3 and the reason is printed.
@@ -45,7 +45,7 @@ def video(frames: int, width: int, height: int) -> str:
 
 
 def ask(server: Server, url: str) -> dict[str, Any]:
-    """Send one video; return the usage of the answer and its seconds."""
+    """Send a request with the video at a URL; return {"prompt_tokens": number, "answer_s": seconds}."""
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
     body = {
         "model": MODEL,
@@ -64,7 +64,7 @@ def ask(server: Server, url: str) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Return used bytes of each device, and of each process by its id; empty without CUDA."""
+    """Return {"devices": used bytes of each CUDA device, "processes": used bytes by process id}."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -86,14 +86,19 @@ def memory() -> dict[str, Any]:
 
 
 def replicas(server: Server) -> dict[int, str]:
-    """Return the replicas by process id."""
+    """Return the ids of the server's replicas, e.g. "talker/0", by process id."""
     with urllib.request.urlopen(f"{server.base_url}/omni/status", timeout=ANSWER_S) as answer:
         stages = json.load(answer)["stages"]
     return {each["pid"]: each["id"] for stage in stages for each in stage["replicas"]}
 
 
 def after(server: Server, frames: int, **figures: Any) -> dict[str, Any]:
-    """Return the figures of one answer, with the memory in use after it."""
+    """Return the figures of one answer with the memory in use now; called after the answer.
+
+    Args:
+        frames: frames of the video; 0: before the first video.
+        figures: the result of `ask`.
+    """
     found = memory()
     names = replicas(server)
     held = {names.get(pid, str(pid)): size for pid, size in found["processes"].items()}
@@ -102,7 +107,7 @@ def after(server: Server, frames: int, **figures: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and print; return the exit status."""
+    """Run this benchmark from the command line, and print its results; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory or hub id")
     parser.add_argument("--frames", nargs="+", type=int, default=FRAMES, help="frames of each video")

@@ -1,7 +1,8 @@
 """Counts bytes between thinker and talker: for each token of an answer to text, and for a prompt with sound.
 
-It counts the bytes through the API server and those over the connector. The first are the notices in the thinker's
-outputs, and the requests and chunks to the talker's replica, encoded as vLLM encodes them on its socket.
+It counts the bytes through the API server, and those over the connector, which transfers hidden states directly. The
+bytes through the API server are the notices in the thinker's outputs (where hidden states are stored), and the requests
+and chunks to the talker's replica, encoded as vLLM encodes them on its socket.
 
     python benchmarks/handoff_bytes.py [MODEL] [--tokens 200] [--seconds 10] [--connector shared_memory]
 """
@@ -33,7 +34,13 @@ PLACEHOLDERS = "<|audio_start|><|audio_pad|><|audio_end|>"
 
 @dataclass
 class Passed:
-    """Traffic of the API server: bytes to the talker, bytes of notices from the thinker, announced hidden states."""
+    """Traffic of the API server between thinker and talker.
+
+    Attributes:
+        messages: bytes of each message to the talker.
+        notices: bytes of each notice from the thinker that it has stored hidden states.
+        hidden_states: number of hidden states that the notices announce.
+    """
 
     messages: list[int] = field(default_factory=list)
     notices: list[int] = field(default_factory=list)
@@ -42,7 +49,7 @@ class Passed:
 
 @contextmanager
 def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
-    """Yield the encoded bytes of each request and chunk that a replica receives inside the block."""
+    """Yield a list of the sizes, in bytes, of all encoded requests and chunks that a replica gets inside the block."""
     replica = omni._omni.orchestrator.replicas[target]
     add, sizes, encoder = replica.add, [], MsgpackEncoder()
 
@@ -59,7 +66,7 @@ def sent_to(omni: Any, target: ReplicaId) -> Iterator[list[int]]:
 
 @contextmanager
 def passed(omni: Any) -> Iterator[Passed]:
-    """Yield the traffic inside the block."""
+    """Yield the traffic of the API server between thinker and talker inside the block."""
     found = Passed()
 
     def looking(tensor: Any) -> Any:
@@ -78,13 +85,13 @@ def passed(omni: Any) -> Iterator[Passed]:
 
 
 def sampling(tokens: int) -> dict[str, SamplingParams]:
-    """Return parameters for exactly `tokens` tokens and a short sound."""
+    """Return sampling parameters by stage for an answer of exactly `tokens` tokens and a short sound."""
     thinker = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return {"thinker": thinker, "talker": SamplingParams(temperature=0, max_tokens=8)}
 
 
 def measure(omni: Any, tokens: int) -> list[int]:
-    """Return the sizes of the messages of a reply of exactly `tokens` tokens."""
+    """Return the bytes of each message to the talker for a reply of exactly `tokens` tokens."""
     with passed(omni) as found:
         (output,) = omni.chat(QUESTION, sampling(tokens), use_tqdm=False)
     if output.error is not None:
@@ -93,7 +100,7 @@ def measure(omni: Any, tokens: int) -> list[int]:
 
 
 def with_sound(omni: Any, seconds: float) -> tuple[Passed, float]:
-    """Return the traffic of a prompt with sound and an answer of the shortest length, and its seconds."""
+    """Send a prompt with `seconds` of sound; return (traffic, seconds to the end of an answer of the least length)."""
     sound = np.random.default_rng(0).standard_normal(int(seconds * SAMPLE_RATE_HZ)).astype(np.float32)
     prompt = {
         "prompt": f"<|im_start|>user\n{PLACEHOLDERS}What is it?<|im_end|>\n<|im_start|>assistant\n",
@@ -108,7 +115,7 @@ def with_sound(omni: Any, seconds: float) -> tuple[Passed, float]:
 
 
 def main() -> None:
-    """Measure once and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--tokens", type=int, default=200, help="thinker tokens of the longer reply")
     flags.add_argument("--seconds", type=float, default=10.0, help="of sound in a prompt")

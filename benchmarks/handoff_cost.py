@@ -41,7 +41,10 @@ from vllm_omni_ext.plugins.runtime import RequestOptions
 
 ALL = "all"
 EDGES = {"text": ReplicaId("talker", 0), "frames": ReplicaId("code2wav", 0)}
-"""Edges by name in `chunks`, and their receivers. An item is a token of the answer, or a frame."""
+"""Measured edges (connections between two stages): name in `chunks` -> replica that receives the messages.
+
+The items of a message are tokens of the answer ("text") or frames ("frames").
+"""
 
 COPIES = "2 + 2"
 US = 1e6
@@ -52,7 +55,14 @@ _numbers = itertools.count()
 
 @dataclass
 class Turn:
-    """One answer: messages and bytes sent to the stage, seconds in `add`, CPU seconds and calls by process."""
+    """Measurements of one kind of messages over one edge.
+
+    Attributes:
+        messages, bytes: number of messages to the receiving stage, and their bytes, for one answer.
+        add: seconds of each call of `Replica.add`.
+        cpu: CPU seconds of one answer by process: `API` and the receiver.
+        calls: system calls of one answer by process and name of the call; empty if they were not counted.
+    """
 
     messages: int = 0
     bytes: int = 0
@@ -63,7 +73,17 @@ class Turn:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one more message."""
+    """The cost of one more message over an edge.
+
+    Attributes:
+        messages: number of additional messages from which the costs were computed.
+        bytes: bytes of a message.
+        add_us: median time of a call of `Replica.add`.
+        cpu_us: CPU time by process.
+        calls: system calls by process.
+        naming: those of the calls that name something in a file system.
+        often: the frequent system calls, by name.
+    """
 
     edge: str
     messages: int
@@ -76,13 +96,16 @@ class Cost:
 
 
 def chunks(edge: str, *, one_by_one: bool) -> dict[str, Any]:
-    """Return chunk sizes: everything at once, except for the measured edge if `one_by_one`."""
+    """Return chunk sizes for a request.
+
+    Each edge gets one message with all items, except that `edge` gets one message per item if `one_by_one`.
+    """
     made: dict[str, Any] = dict.fromkeys(EDGES, ALL)
     return made | ({edge: [1], "adaptive": False} if one_by_one else {})
 
 
 async def answer(omni: Any, prompt: Any, length: int, sizes: Mapping[str, Any]) -> None:
-    """Run one greedy request with `length` tokens and `length` frames."""
+    """Run one request without sampling, with `length` tokens, `length` frames, and these chunk sizes."""
     talker = SamplingParams(temperature=0, max_tokens=length + 1, min_tokens=length + 1)
     text = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=sizes)
@@ -92,7 +115,7 @@ async def answer(omni: Any, prompt: Any, length: int, sizes: Mapping[str, Any]) 
 
 @contextmanager
 def timed(omni: Any, replica: ReplicaId) -> Iterator[list[float]]:
-    """Yield the seconds of every `add` of a replica inside the block."""
+    """Yield a list of the seconds of each call of `Replica.add` of a replica inside the block."""
     target = omni._omni.orchestrator.replicas[replica]
     add, took = target.add, []
 
@@ -109,7 +132,7 @@ def timed(omni: Any, replica: ReplicaId) -> Iterator[list[float]]:
 
 
 class Bench:
-    """Turns on one deployment."""
+    """Measures answers of `length` tokens and frames on one deployment."""
 
     def __init__(self, omni: Any, length: int) -> None:
         self._omni, self._length = omni, length
@@ -117,7 +140,12 @@ class Bench:
         self._pids = {str(replica): process.pid for replica, process in omni._deployment.processes().items()}
 
     def turn(self, edge: str, *, one_by_one: bool, count: bool) -> Turn:
-        """Measure the sizes of one answer, the times of a second, and if `count` the calls of a third."""
+        """Measure one kind of messages over an edge: sizes of one answer, times of another, system calls of a third.
+
+        Args:
+            one_by_one: one message per item; False: one message with all items.
+            count: whether to count system calls.
+        """
         sizes, replica, made = chunks(edge, one_by_one=one_by_one), EDGES[edge], Turn()
         pids = {API: os.getpid(), str(replica): self._pids[str(replica)]}
 
@@ -143,7 +171,12 @@ def cpu(pids: Mapping[str, int]) -> dict[str, float]:
 
 
 def cost(edge: str, single: list[Turn], whole: list[Turn]) -> Cost:
-    """Return the cost of one more message of `single`, from the medians of both kinds."""
+    """Return the cost of one more message, from the medians of both kinds of messages.
+
+    Args:
+        single: rounds with one message per item.
+        whole: rounds with one message for all items.
+    """
     more = single[0].messages - whole[0].messages
 
     def each(value: Any) -> float:
@@ -186,7 +219,7 @@ def table(costs: list[Cost]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--length", type=int, default=200, help="tokens, and frames, of an answer")
     flags.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that warms up")

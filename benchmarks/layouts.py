@@ -49,7 +49,13 @@ _numbers = itertools.count()
 
 @dataclass
 class Round:
-    """Number of answers that ended in the measured time, and their times to first token and sound in seconds."""
+    """Results of one round of a layout.
+
+    Attributes:
+        seconds: the measured time.
+        ended: number of answers that ended in it.
+        first_token, first_sound: seconds to the first token and to the first sound of each of these answers.
+    """
 
     seconds: float
     ended: int = 0
@@ -59,14 +65,14 @@ class Round:
 
 @dataclass
 class Answers:
-    """Requests spoken answers, and records them in a round."""
+    """Requests spoken answers, and records them in `round`; None: answers are not recorded."""
 
     omni: AsyncOmni
     prompt: list[int]
     round: Round | None = None
 
     async def __call__(self, due: float | None = None) -> None:
-        """Request one answer; its times count from `due`, or from now."""
+        """Request one answer; its times count from `due` on the monotonic clock, or from now."""
         text = SamplingParams(temperature=0, min_tokens=TOKENS, max_tokens=TOKENS, ignore_eos=True)
         frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
         options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
@@ -84,7 +90,11 @@ class Answers:
 
 
 async def measured(answers: Answers, talkers: int, number: int, args: Any) -> Round:
-    """Measure one round of a layout; rounds with the same number have the same times of requests."""
+    """Measure one round of the layout with `talkers` talkers.
+
+    Args:
+        number: of the round. With `--rate`, rounds of the same number have the same times of requests.
+    """
     work = Work(answers.omni, "talker", FRAMES)
     open_only(work, talkers)
     async with open_loop(answers, args.rate, number) if args.rate else closed_loop(answers, args.clients):
@@ -97,7 +107,7 @@ async def measured(answers: Answers, talkers: int, number: int, args: Any) -> Ro
 
 
 async def measure(deployment: Any, prompt: list[int], args: Any) -> dict[int, list[Round]]:
-    """Measure all rounds of all layouts."""
+    """Measure all rounds of all layouts; return the rounds by number of talkers."""
     omni = AsyncOmni(deployment.connections(0))
     try:
         answers, rounds = Answers(omni, prompt), {talkers: list[Round]() for talkers in args.talkers}
@@ -125,7 +135,7 @@ def show(rounds: dict[int, list[Round]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--talkers", nargs="+", type=int, default=[1, 2], help="numbers to compare, 1 first")
     load = arguments.add_mutually_exclusive_group()

@@ -1,4 +1,7 @@
-"""Writes the tables of docs/memory.md: the flags that each released model needs on each machine, from the planner."""
+"""Writes the tables of docs/memory.md: the flags that each released model needs on each machine.
+
+The planner (`topology.planner`) computes them from the sizes of the models; no model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ COUNTS = (1, 2, 3, 4, 8)
 
 @dataclass(frozen=True)
 class Released:
-    """A released model with one of the stage configs of its plugin.
+    """A released model with one of its pipelines.
 
     Attributes:
-        name: of the model.
-        shape: returns its Hugging Face config.
-        facts: the function of its family.
+        name: name of the model.
+        shape: returns the model's Hugging Face config.
+        facts: the function `ModelFamily.facts`, which returns the sizes of the model's stages.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Released:
 
 
 def bagel_shape() -> Any:
-    """Return BAGEL's config; the autoencoder's stays a mapping, as Transformers reads it."""
+    """Return BAGEL's config as Transformers reads it, in which the autoencoder's part is a mapping."""
     config = bagel_files.model_config(bagel_files.RELEASED, bagel_files.bagel_vocabulary())
     parts = {name: SimpleNamespace(**config[name]) for name in ("llm_config", "vit_config")}
     return SimpleNamespace(**{**config, **parts})
@@ -119,10 +122,10 @@ CONFIGS: Mapping[str, Released] = {
     "bagel_pd": BAGEL,
     "bagel_single": BAGEL_SINGLE,
 }
-"""Stage configs of the models."""
+"""Stage configs of this package -> their models."""
 
 TABLES = ("qwen3_omni", "qwen3_omni_pd", "qwen2_5_omni", "bagel", "bagel_single")
-"""Stage configs with a table."""
+"""Stage configs that have a table in docs/memory.md."""
 
 
 def machine(size: int, count: int) -> Machine:
@@ -134,7 +137,7 @@ def machine(size: int, count: int) -> Machine:
 
 @cache
 def released(config: str) -> tuple[OmniConfig, ModelFacts]:
-    """Return a stage config of this package, and the facts of its released model."""
+    """Return (a stage config of this package, sizes of the stages of its released model)."""
     model = CONFIGS[config]
     names = Names(stages=tuple(stage.name for stage in model.pipeline.stages))
     settings = load_config(config, names, model.family.stage_configs)
@@ -142,7 +145,11 @@ def released(config: str) -> tuple[OmniConfig, ModelFacts]:
 
 
 def plan_released(config: str, flags: Mapping[str, Any], where: Machine) -> Plan:
-    """Plan the released model; DoesNotFit if it does not fit."""
+    """Plan the released model of a stage config on a machine; DoesNotFit if its memory is too small.
+
+    Args:
+        flags: `EngineArgs` fields for the frontend, as set by flags of `vllm serve`.
+    """
     model = CONFIGS[config]
     settings, known = released(config)
     return make_plan(
@@ -162,7 +169,7 @@ def tables() -> str:
 
 
 def write(page: Path = PAGE) -> None:
-    """Write the tables into the page, between the marks."""
+    """Write the tables into the page, between the lines `BEGIN` and `END`."""
     text = page.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(f"{before}{BEGIN}{tables()}{END}{after}", encoding="utf-8")
@@ -193,7 +200,7 @@ def _cell(config: str, where: Machine) -> str:
 
 
 def _tokens(plan: Plan) -> str:
-    """Return the tokens in the KV cache of the frontend, in thousands; empty if it has none."""
+    """Return text with the size of the frontend's KV cache in thousands of tokens; "" if the frontend has none."""
     name = str(plan.frontend().replicas[0].id)
     tokens = min(share.kv_tokens for sheet in plan.sheets for share in sheet.shares if share.replica == name)
     return f": {tokens // 1000}k" if tokens else ""

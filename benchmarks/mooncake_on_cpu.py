@@ -1,6 +1,6 @@
-"""vLLM's own MooncakeConnector, with a start on machines without an accelerator.
+"""vLLM's own MooncakeConnector, changed so that it starts on machines without an accelerator.
 
-A stock server finds it through `kv_connector_module_path`.
+`pd_stock.py` passes this module to stock servers as `kv_connector_module_path`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_omni_ext.disaggregation.mooncake_connector import device_index
 
 
 class StockMooncakeConnector(MooncakeConnector):
-    """Constructs vLLM's connector inside `device_index`: the constructor reads the accelerator's number."""
+    """vLLM's connector, constructed inside `device_index`, because its constructor reads the accelerator's index."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with device_index():

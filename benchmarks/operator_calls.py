@@ -1,8 +1,9 @@
-"""Counts operator calls of a frame of the talker and of a pass of the vocoder: each is a launch on a GPU.
+"""Counts operator calls of a frame of the talker and of a pass of the vocoder: each is a kernel launch on a GPU.
 
-The networks have the released numbers of layers, groups and kernels and few channels, on the CPU: the calls do not
-depend on the width. Views are not counted. "outside" are the calls outside the graph, with one for the graph itself.
-They include calls that only touch memory of the host, so a GPU executes fewer. A row with a seed needs one more call.
+The networks run on the CPU, with the released numbers of layers, groups and kernels but few channels, because the calls
+do not depend on the width. Views are not counted. "in the graph" are calls inside a CUDA graph; "outside" are all other
+calls, and one for the graph itself. The latter include calls that only use memory of the host, so a GPU executes fewer.
+A request with a seed needs one more call.
 
     python benchmarks/operator_calls.py [--details]
 """
@@ -75,7 +76,7 @@ VOCODER = _Config(
 
 
 class Count(TorchDispatchMode):
-    """Counts operators that do work."""
+    """Counts the calls of all operators except `VIEWS`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,13 +95,17 @@ class Count(TorchDispatchMode):
 
 
 class Inside:
-    """A recorder that counts the calls of a graph: a replay is one call."""
+    """Stands in for the recorder of CUDA graphs: counts the calls in each graph; a replay does nothing.
+
+    Attributes:
+        calls: number of calls by operator, for each recorded graph.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Counter[str]] = []
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Count the operator calls of `body`."""
+        """Run `body` and count its operator calls; return a replay that does nothing."""
         with Count() as count:
             body()
         self.calls.append(count.calls)
@@ -117,13 +122,13 @@ class Calls:
 
     @property
     def beside(self) -> int:
-        """The number of calls outside a graph, with one for the graph itself."""
+        """The number of calls outside a graph, and one more for the graph itself if there is one."""
         return self.outside.total() + (1 if self.inside else 0)
 
 
 @torch.inference_mode()
 def of_a_frame(rows: int = 2) -> Calls:
-    """Count the calls of a frame of `rows` requests that sample without a seed."""
+    """Count the calls in which the talker makes a frame for each of `rows` requests that sample without a seed."""
     predictor, table = CodePredictor(PREDICTOR), torch.zeros(CODES, HIDDEN)
     hidden, draws, recorder = torch.randn(rows, HIDDEN), [Draw(greedy=False)] * rows, Inside()
     maker = FrameMaker(predictor, table, rows=rows, recorder=recorder)
@@ -135,7 +140,7 @@ def of_a_frame(rows: int = 2) -> Calls:
 
 
 class _Weights:
-    """A talker without layers, for its input rows."""
+    """The weights of a talker without layers, for `TalkerInputProvider`."""
 
     codec_eos = CODES
 
@@ -153,7 +158,7 @@ class _Weights:
 
 @torch.inference_mode()
 def of_a_row() -> Calls:
-    """Count the calls of the talker's input row after a frame."""
+    """Count the calls that compute the talker's input embedding for the position after a frame."""
     from vllm_omni_ext.engine.input_provider import Span
 
     provider = TalkerInputProvider(_Weights(), device=torch.device("cpu"))
@@ -167,7 +172,7 @@ def of_a_row() -> Calls:
 
 @torch.inference_mode()
 def of_a_pass(frames: int = 4) -> Calls:
-    """Count the calls of a later part of one stream."""
+    """Count the calls that decode `frames` frames of one stream after its first part."""
     vocoder, recorder = Vocoder(VOCODER), Inside()  # type: ignore[arg-type]
     vocoder.record(recorder, streams=1)
     state = vocoder.new_state()
@@ -179,7 +184,7 @@ def of_a_pass(frames: int = 4) -> Calls:
 
 
 def main() -> None:
-    """Count and print."""
+    """Run this benchmark from the command line: count the calls and print a table."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--details", action="store_true", help="print the operators by name")
     details = flags.parse_args().details

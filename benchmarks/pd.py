@@ -43,7 +43,7 @@ class Seen:
     gaps: list[float] = field(default_factory=list)
 
     def row(self, name: str) -> str:
-        """Return percentiles in milliseconds; readers have only few gaps."""
+        """Return a line with the number of answers, and percentiles in milliseconds: first token, then gaps."""
         first = [f"{np.percentile(self.first, at) * MS:9.0f}" for at in (50, 95)]
         gaps = [f"{np.percentile(self.gaps, at) * MS:9.0f}" for at in (50, 99)] + [f"{max(self.gaps) * MS:9.0f}"]
         return f"{name:<22}{len(self.first):>6}{''.join(first)}{''.join(gaps)}"
@@ -60,7 +60,7 @@ async def ask(omni: Any, name: str, prompt: list[int], tokens: int, seen: Seen) 
 
 
 async def load(omni: Any, args: Any, rng: random.Random) -> dict[str, Seen]:
-    """Run both kinds of clients for `args.seconds`, and let the running requests finish."""
+    """Run both kinds of clients for `args.seconds`, and wait for the running requests; return the times by kind."""
     seen = {"writers": Seen(), "readers": Seen()}
     end = time.monotonic() + args.seconds
 
@@ -91,7 +91,14 @@ async def load(omni: Any, args: Any, rng: random.Random) -> dict[str, Seen]:
 
 
 def measure(model: str, args: Any, thinker: dict[str, Any]) -> tuple[dict[str, Seen], dict[str, float]]:
-    """Measure one topology. Return the times at the clients, and the counters of transfers."""
+    """Measure one topology.
+
+    Args:
+        thinker: settings of the text stage that make the topology.
+
+    Returns:
+        (times by kind of client, counters of KV transfers; these are empty without a prefill replica).
+    """
     timed = engine(args.step, args.token)
     stages = {"thinker": {**timed, **thinker}}
     size = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
@@ -106,7 +113,7 @@ def measure(model: str, args: Any, thinker: dict[str, Any]) -> tuple[dict[str, S
 
 
 def copy_rate(size: int) -> float:
-    """Return the bytes a second of a copy in memory, the best of several."""
+    """Return the bytes a second of the fastest of `COPIES` copies of `size` bytes in memory."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     times = []
     for _ in range(COPIES):
@@ -117,7 +124,7 @@ def copy_rate(size: int) -> float:
 
 
 def main() -> None:
-    """Measure both topologies and print a table."""
+    """Run this benchmark from the command line: measure both topologies and print a table."""
     flags = parser(__doc__ or "")
     flags.add_argument("--writers", type=int, default=6)
     flags.add_argument("--rate", type=float, default=1.5, help="long prompts a second")

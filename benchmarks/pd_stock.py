@@ -48,12 +48,13 @@ MODEL = "model"
 OURS, STOCK = "ours", "stock vLLM"
 STOCK_PROGRAM = str(Path(__file__).with_name("stock.py"))
 OUR_PORT, PREFILL_PORT, DECODE_PORT, BOOTSTRAP_PORT = 8100, 8200, 8300, 8998
-"""In a network namespace of its own, no other process has these. A free port could be taken before its use."""
+"""Fixed ports: no other process uses them in a network namespace of its own. A free port could be taken before its use.
+"""
 
 CACHE_BYTES = 64 << 20
 MAX_LEN = 2048
 TRANSFER_S = 60.0
-"""Long enough that no transfer is aborted because this machine is busy."""
+"""Time limit of a transfer, long enough that none is aborted because this machine is busy."""
 
 LOG_EVERY_S = 1.0
 """Seconds between two log lines of stock vLLM with its transfers."""
@@ -65,11 +66,14 @@ MS, MIB, MB = 1e3, 1 << 20, 1e6
 
 @dataclass
 class Seen:
-    """Times of answers at the clients, in seconds, and the engines' counters of transfers.
+    """Times of answers at the clients, and the engines' counters of KV cache transfers.
 
     Attributes:
-        seconds: sum of all transfers.
-        failed: failed transfers, detected by either side.
+        first: seconds from a request to its first token, for each request.
+        gaps: seconds between two successive outputs of a request, of all requests.
+        transfers, bytes: number of transfers, and their bytes.
+        seconds: sum of the times of all transfers.
+        failed: failed transfers, detected by the prefill or the decode engine.
     """
 
     first: list[float] = field(default_factory=list)
@@ -80,7 +84,7 @@ class Seen:
     failed: float = 0.0
 
     def row(self, name: str) -> str:
-        """Return one line of the table."""
+        """Return the line of the table for one side of the comparison."""
         times = [np.percentile(column, at) * MS for column in (self.first, self.gaps) for at in (50, 99)]
         rate = self.bytes / self.seconds / MB
         moved = f"{self.transfers:>7.0f}{self.bytes / MIB:>8.0f}{rate:>8.1f}{self.failed:>8.0f}"
@@ -88,7 +92,7 @@ class Seen:
 
 
 class Ours:
-    """One server of this package."""
+    """The side "ours": one server of this package, with one prefill and one decode replica."""
 
     def __init__(self, model: str, folder: Path, args: Any) -> None:
         timed = engine(args.step, args.token)
@@ -104,11 +108,11 @@ class Ours:
         """Return at once: the server needs no further step."""
 
     async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], seen: Seen) -> None:
-        """Send one request."""
+        """Send one request, and record its times in `seen`."""
         await read(session, self.server, body, time.monotonic(), seen)
 
     def moved(self) -> dict[str, float]:
-        """Return transfers, bytes, seconds and failures since the start."""
+        """Return the counters `transfers`, `bytes`, `seconds` and `failed` (see `Seen`) since the server's start."""
         with urllib.request.urlopen(f"http://{HOST}:{self.server.port}/metrics") as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         sums: dict[str, float] = {}
@@ -124,7 +128,7 @@ class Ours:
 
 
 class Stock:
-    """A prefill server, a decode server, and the requests of vLLM's proxy."""
+    """The side "stock vLLM": a prefill server and a decode server, which get the requests that vLLM's proxy sends."""
 
     def __init__(self, model: str, folder: Path, args: Any) -> None:
         self.servers = []
@@ -151,7 +155,7 @@ class Stock:
             self.engine_id = (await answer.json())["0"]["engine_id"]
 
     async def ask(self, session: aiohttp.ClientSession, body: dict[str, Any], seen: Seen) -> None:
-        """Send one request as a prefill and a decode request."""
+        """Send one request as a prefill request and a decode request, and record the times of the latter in `seen`."""
         began, transfer = time.monotonic(), {"transfer_id": uuid.uuid4().hex}
         keep = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
         fetch = {"do_remote_decode": False, "do_remote_prefill": True, **transfer}
@@ -162,7 +166,10 @@ class Stock:
             both.create_task(read(session, self.decode, body | {"kv_transfer_params": fetch}, began, seen))
 
     def moved(self) -> dict[str, float]:
-        """Return the same from the logs; their values are rounded to 0.001 ms and MiB."""
+        """Return the counters `transfers`, `bytes`, `seconds` and `failed` since the start, from the servers' logs.
+
+        The logs' values are rounded to 0.001 ms and 0.001 MiB.
+        """
         sums = dict.fromkeys(("transfers", "bytes", "seconds", "failed"), 0.0)
         for server in self.servers:
             for line in re.findall(r"KV Transfer metrics: (.*)", server.log.read_text(errors="replace")):
@@ -182,7 +189,10 @@ def _common(server: Server) -> list[str]:
 
 
 def _last_words(server: Server, kind: type[BaseException] | None, *error: Any) -> None:
-    """Print the status and the last log lines of a server that has ended by itself."""
+    """Print the exit status and the last log lines of a server that has ended by itself, if an error ends the program.
+
+    Has the parameters of a context manager's `__exit__` after `server`.
+    """
     if kind is not None and server.status() is not None:
         print(f"a server has ended with status {server.status()}:\n{server.tail()}", file=sys.stderr)
 
@@ -195,7 +205,7 @@ async def post(session: aiohttp.ClientSession, server: Server, body: dict[str, A
 
 
 async def read(session: aiohttp.ClientSession, server: Server, body: dict[str, Any], began: float, seen: Seen) -> None:
-    """Send a request, and record the times of its streamed answer."""
+    """Send a request, and record the times of its streamed answer in `seen`; the first counts from `began`."""
     last = None
     async with session.post(f"{server.base_url}/completions", json=body) as answer:
         await _check(answer)
@@ -214,7 +224,7 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 async def one_round(who: Ours | Stock, prompts: list[list[int]], args: Any, seen: Seen) -> None:
-    """Send all prompts, `args.clients` at once."""
+    """Send all prompts to one side of the comparison, `args.clients` at once, and record the times in `seen`."""
     waiting = iter(prompts)
     timeout = aiohttp.ClientTimeout(total=LATEST_S)
     limits = aiohttp.TCPConnector(limit=0, force_close=True)  # one connection a request, as from separate clients
@@ -232,7 +242,7 @@ async def one_round(who: Ours | Stock, prompts: list[list[int]], args: Any, seen
 
 
 def measure(model: str, folder: Path, args: Any) -> dict[str, Seen]:
-    """Start all servers, and measure both sides in turns."""
+    """Start all servers, and measure both sides in turns; return the results by name of the side."""
     rng = random.Random(args.seed)
     sides = {OURS: Ours(model, folder, args), STOCK: Stock(model, folder, args)}
     seen = {name: Seen() for name in sides}
@@ -255,7 +265,7 @@ def measure(model: str, folder: Path, args: Any) -> dict[str, Seen]:
 
 
 def main() -> None:
-    """Measure both and print a table."""
+    """Run this benchmark from the command line: measure both sides and print a table."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
     arguments.add_argument("--tokens", type=int, default=32, help="tokens of an answer")

@@ -39,13 +39,18 @@ from vllm_omni_ext.runtime.launch.launcher import Deployment
 SLOTS = 4
 """Requests a replica runs at once."""
 QUEUE = 2
-"""Requests in the closed loop for each slot: a free slot is filled at once."""
+"""Concurrent requests of the closed loop for each slot, so that a request waits for each slot that becomes free."""
 SETTLE_S = 1.5
 
 
 @dataclass
 class Throughput:
-    """Items a second by number of open replicas, one for each round. `ideal`: those of one replica without pauses."""
+    """Throughput of a stage; an item is an output token, or an output of a pooling stage.
+
+    Attributes:
+        ideal: items a second of one replica whose steps follow each other without pauses.
+        rates: items a second in each round, by number of open replicas.
+    """
 
     ideal: float
     rates: dict[int, list[float]] = field(default_factory=dict)
@@ -56,7 +61,11 @@ class Throughput:
 
 
 async def throughput(work: Work, steps: dict[ReplicaId, list[Step]], args: Any) -> Throughput:
-    """Measure 1, 2, 4 open replicas, then 4, 2, 1, and so on."""
+    """Measure the throughput of all rounds, with 1, 2, 4 open replicas, then 4, 2, 1, and so on.
+
+    Args:
+        steps: the steps of each replica so far, as from `stage_load.watch`.
+    """
     result = Throughput(SLOTS / args.step, {count: [] for count in args.replicas})
     counts = list(args.replicas)
     for _ in range(args.rounds):
@@ -79,9 +88,10 @@ async def rate(work: Work, count: int, steps: dict[ReplicaId, list[Step]], secon
 
 
 def share_out_cores(deployment: Deployment, stage: str) -> None:
-    """Pin this process and one stage to the first core, and the other stages to the last.
+    """Pin this process and the measured stage to the first core, and all other stages to the last core.
 
-    With a GPU the other stages would not use these cores either. The rounds of a bare client have no other stages.
+    With a GPU, the other stages would not use the first core either. While the bare client is measured, the other
+    stages are idle.
     """
     cores = sorted(os.sched_getaffinity(0))
     places = {os.getpid(): cores[0]}
@@ -93,7 +103,7 @@ def share_out_cores(deployment: Deployment, stage: str) -> None:
 
 
 def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:
-    """Return vLLM's own client of a replica."""
+    """Return vLLM's own client, connected to a replica as a second API server."""
     config = deepcopy(connections.configs[replica.stage])
     return AsyncMPClient(
         config,
@@ -106,7 +116,7 @@ def bare_client(connections: Connections, replica: ReplicaId) -> AsyncMPClient:
 
 
 async def measure(deployment: Any, stage: str, args: Any) -> tuple[Throughput | None, list[Overhead]]:
-    """Measure throughput and overhead of one stage."""
+    """Measure one stage; return (throughput or None, overhead of a step for each number of concurrent requests)."""
     omni = AsyncOmni(deployment.connections(0))
     first = ReplicaId(stage, 0)
     bare = bare_client(deployment.connections(1), first)
@@ -127,7 +137,7 @@ async def measure(deployment: Any, stage: str, args: Any) -> tuple[Throughput | 
 
 
 def show(stage: str, speeds: Throughput | None, costs: list[Overhead], args: Any) -> None:
-    """Print both tables."""
+    """Print a table with the throughput of a stage, and one with the cost of its steps."""
     print(f"{stage}: {args.step * MS:g} ms a step, {SLOTS} requests a replica, {args.length} items a request")
     if speeds is not None:
         print(f"{'replicas':>10}{'items/s':>10}{'smallest':>10}{'largest':>10}{'scaling':>10}{'of ideal':>10}")
@@ -144,7 +154,7 @@ def show(stage: str, speeds: Throughput | None, costs: list[Overhead], args: Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure each stage in processes of its own and print."""
+    """Measure each stage with a new deployment, and print the results."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--stages", nargs="+", default=["talker", "thinker"])
     arguments.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4], help="numbers to compare, 1 first")

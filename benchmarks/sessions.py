@@ -55,7 +55,7 @@ SUBJECTS, TURNS = 10, 3
 RATE, SOUND_S = 24_000, 0.6
 ANSWER_S = 120.0
 PARTS = 3
-"""Parts of the time; memory is counted at the end of each."""
+"""Number of equal parts into which the measured time is divided; memory is measured at the end of each."""
 MOST_GROWTH = 0.05
 SESSION = {"type": "realtime", "instructions": "You are a cat.", "audio": {"input": {"turn_detection": None}}}
 
@@ -64,18 +64,18 @@ Answer = tuple[str, str, int]
 
 
 class Lost(Exception):
-    """A turn without its answer."""
+    """A turn has no answer: an error, a closed connection, or no event for `ANSWER_S`."""
 
 
 def tone(subject: int, turn: int) -> str:
-    """Return a sound as base64; each one is different."""
+    """Return a sine tone as PCM16 in base64; each turn of each conversation has another frequency."""
     hz = 200 + 40 * subject + 11 * turn
     wave = np.sin(2 * np.pi * hz * np.arange(int(RATE * SOUND_S)) / RATE) * 8000
     return base64.b64encode(wave.astype("<i2").tobytes()).decode()
 
 
 class Client:
-    """One session."""
+    """The client of one realtime session."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -96,7 +96,14 @@ class Client:
         await self._socket.close()
 
     async def conversation(self, subject: int) -> list[tuple[Answer, float]]:
-        """Return the answers of a new conversation, and the seconds to the first sound of each."""
+        """Delete all items of the session, and hold a conversation.
+
+        Args:
+            subject: number of the conversation, which determines what the client says.
+
+        Returns:
+            (answer, seconds to its first sound) for each turn.
+        """
         for item in self._items:
             await self._send("conversation.item.delete", item_id=item)
             await self._until("conversation.item.deleted")
@@ -147,7 +154,16 @@ class Client:
 
 @dataclass
 class Result:
-    """The result of a run: turns, lost turns, killed processes, seconds to the first sound, and RSS in bytes."""
+    """The result of a run.
+
+    Attributes:
+        turns: number of answered turns.
+        lost: error of each turn without an answer.
+        wrong: text for each turn whose answer differs from that before the first kill.
+        killed: number of killed replicas by stage.
+        first_s: seconds to the first sound, for each turn.
+        memory: RSS of the API server in bytes, at the end of each of `PARTS`.
+    """
 
     sessions: int
     turns: int = 0
@@ -158,12 +174,16 @@ class Result:
     memory: list[int] = field(default_factory=list)
 
     def growth(self) -> float:
-        """Return the largest growth of memory since it was counted first, as a share."""
+        """Return the largest growth of memory since its first measurement, as a share of the first."""
         return max(self.memory) / self.memory[0] - 1
 
 
 class Run:
-    """Sessions of one server."""
+    """Holds sessions with one server, and kills its replicas.
+
+    Attributes:
+        result: the result so far.
+    """
 
     def __init__(self, server: Server, sessions: int) -> None:
         self._url = server.base_url
@@ -172,7 +192,7 @@ class Run:
         self.result = Result(sessions)
 
     async def run(self, seconds: float, kill_every: float) -> Result:
-        """Run for `seconds`, in `PARTS` parts."""
+        """Hold conversations for `seconds`, and kill a replica every `kill_every` seconds; return the result."""
         clients = await asyncio.gather(*(self._begin() for _ in range(self._sessions)))
         alone = await asyncio.gather(*(clients[subject].conversation(subject) for subject in range(SUBJECTS)))
         self._expected = [[answer for answer, _ in answers] for answers in alone]
@@ -239,7 +259,7 @@ def show(result: Result) -> None:
 
 
 def main() -> int:
-    """Run and print."""
+    """Run this benchmark from the command line, and print its results; return the exit status."""
     flags = parser(__doc__ or "")
     flags.add_argument("--sessions", type=int, default=100, help="the limit of an API server is 100 unless configured")
     flags.add_argument("--seconds", type=float, default=180.0)

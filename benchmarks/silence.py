@@ -1,9 +1,11 @@
-"""Measures the silence in concurrent spoken answers: the time without sound because the next part is not there yet.
+"""Measures the silence in concurrent spoken answers: the time without sound because the next sound is late.
 
-It starts two deployments, one after the other: code2wav with vLLM's first come, first served (`fcfs`), and with the
-earliest due part first (`priority`, the default). In each, rounds with a first part of one frame while other answers
-run take turns with rounds with two frames, the default. The lengths of the answers are those of `spoken.py`. Playback
-begins at the first part and runs in real time.
+code2wav gets the frames of an answer in parts, one request each, and returns the sound of each part.
+
+The program starts two deployments, one after the other: code2wav with vLLM's first come, first served (`fcfs`), and
+with the earliest due part first (`priority`, the default). In each, rounds with a first part of one frame while other
+answers run take turns with rounds with two frames, the default. The lengths of the answers are those of `spoken.py`.
+Playback begins at the first part and runs in real time.
 
     python benchmarks/silence.py [MODEL] [--listeners 1 4 8] [--rounds 8] [--json FILE]
 """
@@ -25,18 +27,25 @@ from vllm_omni_ext.connectors import codec_stream
 POLICIES = ("fcfs", "priority")
 FIRST_PARTS = (1, 2)
 ANSWERS = 6
-"""Of each listener in a round."""
+"""Answers for each listener in a round; a listener is one concurrent answer."""
 NOTICED_S = 0.02
 """Shortest silence that is counted."""
 
 
 def at(share: float, values: list[float]) -> float:
-    """Return the value that `share` of all do not exceed."""
+    """Return the quantile of values: the value that a share of them does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def line(policy: str, first_part: int, listeners: int, seconds: float, answers: list[Answer]) -> str:
-    """Return one row of the table."""
+    """Return one row of the table.
+
+    Args:
+        policy: vLLM's scheduling policy of code2wav.
+        first_part: frames of the first part of an answer.
+        listeners: concurrent answers.
+        seconds: duration of all rounds together.
+    """
     late = [answer.late_s for answer in answers]
     first = [answer.first_s for answer in answers]
     made = sum(answer.sound_s for answer in answers) / seconds
@@ -47,7 +56,7 @@ def line(policy: str, first_part: int, listeners: int, seconds: float, answers: 
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--listeners", type=int, nargs="+", default=[1, 4, 8], help="answers at once")
     flags.add_argument("--rounds", type=int, default=8, help=f"each with {ANSWERS} answers for a listener")

@@ -1,11 +1,11 @@
-"""Engines whose device time is stated instead of computed.
+"""vLLM executors whose steps take a stated time, which simulates the time of a device.
 
-A step takes a stated time, computing included: the process sleeps for the rest of it. So the results do not depend on
-the cores of this machine or on the number of engines, as long as the tiny model computes in less time. vLLM's own
-argument `distributed_executor_backend` selects the executor, for a stage (`engine`) and for a stock server (`flags`).
+`TimedExecutor` computes a step, and sleeps until the stated time is over. So the results do not depend on the cores of
+this machine or on the number of engines, as long as the tiny model computes in less time. vLLM's argument
+`distributed_executor_backend` selects the executor, for a stage (`engine`) and for a stock server (`flags`).
 
-`IdleExecutor` computes nothing: the process sleeps for the whole time and returns made-up tokens, frames and samples.
-So the cores are left to the code around the models, also with more requests at once than the tiny model can compute.
+`IdleExecutor` computes nothing: it sleeps for the stated time, and returns made-up tokens, frames and samples. So the
+cores are free for the code around the models, also with more requests at once than the tiny model could compute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PYTHONPATH = str(Path(__file__).parent)
 
 
 class TimedExecutor(UniProcExecutor):
-    """Runs the model, and returns its results after the time of the step."""
+    """Runs the model, and returns the results of a step after the stated time."""
 
     def _init_executor(self) -> None:
         self._step_s = float(self.vllm_config.additional_config[STEP])
@@ -60,7 +60,7 @@ class TimedExecutor(UniProcExecutor):
         return output
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """End a step."""
+        """Sample, and return the result when the stated time since the step's beginning is over."""
         output = super().sample_tokens(grammar_output, non_block)
         self._wait()
         return output
@@ -72,8 +72,8 @@ class TimedExecutor(UniProcExecutor):
 class IdleExecutor(TimedExecutor):
     """Runs no model: sleeps for the time of a step, and returns made-up results of a Qwen3-Omni stage.
 
-    A text stage samples `TOKEN_ID`; a stage with frames also returns a frame of zeros with each token, or, as a pooling
-    stage, silence for the frames of each part.
+    A text stage samples `TOKEN_ID`. The talker also returns a frame of zeros with each token. A pooling stage
+    (code2wav) returns silence for the frames of each request.
 
     `collective_rpc(TAKE_STEPS)` returns the steps since the last call: (begin, end, tokens) of each, in seconds.
     """
@@ -133,9 +133,11 @@ class IdleExecutor(TimedExecutor):
 
 
 def idle(step_s: float, token_s: float = 0.0, *, groups: int = 0) -> dict[str, Any]:
-    """Return engine arguments of a stage that computes nothing; times are those of `engine`.
+    """Return engine arguments of a stage that computes nothing (`IdleExecutor`).
 
     Args:
+        step_s: seconds of a step.
+        token_s: seconds that each token of a step adds.
         groups: codes of a frame; 0: the stage has no frames.
     """
     made = engine(step_s, token_s)
@@ -152,6 +154,6 @@ def engine(step_s: float, token_s: float = 0.0) -> dict[str, Any]:
 
 
 def flags(step_s: float, token_s: float = 0.0) -> list[str]:
-    """Return the same as flags of `vllm serve`, whose environment needs `PYTHONPATH`."""
+    """Return the arguments of `engine` as flags of `vllm serve`; the server's PYTHONPATH must contain `PYTHONPATH`."""
     words = [(f"--{name.replace('_', '-')}", value) for name, value in engine(step_s, token_s).items()]
     return [word for name, value in words for word in (name, value if isinstance(value, str) else json.dumps(value))]

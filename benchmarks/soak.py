@@ -48,26 +48,29 @@ from examples.server import Server, alive
 
 MODEL = "model"
 TRIES = 5
-"""Attempts for a request whose connection breaks."""
+"""Number of attempts for a request whose connection breaks."""
 ANSWER_S = 120.0
 QUIET_S = 120.0
-"""Longest time until nothing runs and all processes are there."""
+"""Longest wait, in seconds, until no request runs and all killed processes have been started again."""
 LOOK_EVERY_S = 0.5
 EACH_AT_ONCE = 4
-"""Number of each request, sent at once: more than the clients send.
+"""Number of requests of each kind that are sent at once before resources are counted: more than the clients send.
 
 So every process reaches its largest memory before it is counted. A process keeps its memory, and would otherwise reach
 the largest size at a random time.
 """
 NEW_MEDIA = 16
-"""Requests with new media at once: they reach every process, which then has opened all files for such media."""
+"""Number of requests with new media that are sent at once before resources are counted.
+
+They reach every process, which then has opened all files that it needs for media.
+"""
 POOLED_THREADS = 20
 """Threads that an API server may start later: its pools (media, files, AnyIO) start one when none is idle.
 
 The threads of connections, from ZeroMQ, are not included.
 """
 MESSAGE_THREADS = 2
-"""Threads of the context that pyzmq makes once in a process, with the first large message."""
+"""Threads of a ZeroMQ context that pyzmq creates in a process with the first large message."""
 VICTIMS = ("talker/1", "code2wav/1", "thinker/0", "talker/0", "api_server/1", "coordinator", "api_server/0")
 """Processes to kill, in this order: engines need the longest time to reach their final level, so they come first."""
 FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2")
@@ -75,11 +78,11 @@ TWO = json.dumps({stage: {"replicas": 2} for stage in ("thinker", "talker", "cod
 
 
 class Wrong(Exception):
-    """An answer that is not the expected one."""
+    """An answer is an error, or differs from the first answer to the same request; or the server stays busy."""
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
-    """Return a greedy chat request of fixed lengths, with sound unless `more` has other modalities."""
+    """Return the body of a chat request without sampling, with fixed lengths; `more` are further fields."""
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
@@ -125,8 +128,13 @@ READ_ALOUD = {"talker": {"temperature": 0, "min_tokens": 32, "max_tokens": 33}}
 class Level:
     """Resources of an idle server.
 
-    `pss`, `rss`, `descriptors`, `threads` and `zmq_threads` are by process; `threads` includes `zmq_threads`.
-    `shared_bytes` and `shared_names` are those of /dev/shm.
+    Attributes:
+        pss, rss: bytes of memory by process.
+        descriptors: open file descriptors by process.
+        threads, zmq_threads: all threads, and those of ZeroMQ, by process.
+        shared_bytes, shared_names: bytes and files in /dev/shm.
+        requests: open requests of all replicas.
+        blocks: sum of the shares of used KV cache blocks of all replicas.
     """
 
     pss: dict[str, int]
@@ -140,7 +148,10 @@ class Level:
     blocks: float
 
     def left_over(self, before: Level) -> list[str]:
-        """Return the resources, except memory, of which this level has more than `before`."""
+        """Return a text for each resource, except memory, of which this level has more than an earlier level.
+
+        Threads that a process may start later (`late_threads`) are allowed.
+        """
         kinds = {
             "descriptors": (self.descriptors, before.descriptors),
             "threads of connections": (self.zmq_threads, before.zmq_threads),
@@ -158,14 +169,26 @@ class Level:
 
 
 def late_threads(kind: str, name: str) -> int:
-    """Return the number of threads that a process may start later."""
+    """Return the number of threads of a kind that a process may start between two levels.
+
+    Args:
+        kind: "threads", "threads of connections" or another resource.
+        name: of the process.
+    """
     late = {"threads": POOLED_THREADS + MESSAGE_THREADS, "threads of connections": MESSAGE_THREADS}
     return late.get(kind, 0) if name.startswith("api_server") else 0
 
 
 @dataclass
 class Result:
-    """The result of a run: requests by kind and outcome, killed processes, and the two levels."""
+    """The result of a run.
+
+    Attributes:
+        outcomes: number of answered, given up and repeated requests by kind.
+        lost: a text for each request without its right answer.
+        killed: number of killed processes by kind.
+        levels: resources after `--settle` seconds, and at the end.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
@@ -183,7 +206,7 @@ class Result:
         return {kind: sum(now.values()) / sum(was.values()) - 1 for kind, (was, now) in kinds.items()}
 
     def left_over(self) -> list[str]:
-        """Return the leftover resources at the end."""
+        """Return a text for each resource of which the server has more at the end than after `--settle` seconds."""
         return self.levels[-1].left_over(self.levels[0])
 
 
@@ -228,7 +251,11 @@ class Soak:
         self.result.lost.append(f"{kind}: the connection broke {TRIES} times")
 
     async def ask(self, kind: str) -> str:
-        """Send a request and compare its answer; return the outcome."""
+        """Send a request, and compare its answer with the first answer of this kind; return the kind.
+
+        Raises:
+            Wrong: the answer is an error, or differs.
+        """
         path, fields = REQUESTS[kind]
         if kind == "read aloud":
             fields = fields | READ_ALOUD
@@ -264,10 +291,11 @@ class Soak:
     # -- processes ----------------------------------------------------------------------------------------------
 
     async def killer(self, settle_s: float, every_s: float) -> None:
-        """Kill one process after the other, until cancelled; each of them once within `settle_s`.
+        """Kill one process after the other, until cancelled.
 
-        A restarted process has more descriptors than one of the beginning: it is forked from a head that has
-        connections by then. So both levels must be of restarted processes.
+        Each process of `VICTIMS` is killed once within `settle_s`, because a restarted process has more descriptors
+        than the first one: it is forked from a head that has connections by then. So both levels count restarted
+        processes. Afterwards a process is killed every `every_s` seconds.
         """
         for number, victim in enumerate(itertools.cycle(VICTIMS)):
             await asyncio.sleep(settle_s / (len(VICTIMS) + 1) if number < len(VICTIMS) else every_s)
@@ -318,7 +346,7 @@ class Soak:
             await reply.read()
 
     async def _busy(self) -> str:
-        """Return the values that are not zero and the states that are not UP; empty if there are none."""
+        """Return a text with the reasons why the server is not idle or lacks a process; "" if there is none."""
         said = json.loads(await self._get("/v1/omni/status"))
         replicas = [each for stage in said["stages"] for each in stage["replicas"]]
         states = {each["state"] for each in (*replicas, *said["api_servers"])}
@@ -328,7 +356,7 @@ class Soak:
         return " ".join([f"{name}={fact}" for name, fact in facts.items() if fact] + sorted(states - {"UP"}))
 
     async def _held(self) -> tuple[float, float]:
-        """Return the open requests, and the share of used blocks, of all replicas together."""
+        """Return (open requests, sum of the shares of used KV cache blocks) of all replicas."""
         sums: Counter[str] = Counter()
         for family in text_string_to_metric_families(await self._get("/metrics")):
             for sample in family.samples:
@@ -337,7 +365,14 @@ class Soak:
 
 
 def heard(kind: str, body: bytes) -> Any:
-    """Return the text and the samples of an answer."""
+    """Return (text, int16 samples) of the body of an answer; both may be empty.
+
+    Args:
+        kind: key of `REQUESTS`.
+
+    Raises:
+        Wrong: a streamed answer contains an error.
+    """
     if kind == "read aloud":
         return "", soundfile.read(io.BytesIO(body), dtype="int16")[0]
     if kind != "streamed":
@@ -354,7 +389,7 @@ def heard(kind: str, body: bytes) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two answers are equal; samples may differ by the rounding of sums in another order."""
+    """Return whether two answers, (text, samples), are equal. Samples may differ by 1, because sums are rounded."""
     (text, samples), (others_text, others_samples) = one, other
     if text != others_text or len(samples) != len(others_samples):
         return False
@@ -362,7 +397,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def counted(processes: Mapping[str, int], requests: float, blocks: float) -> Level:
-    """Count the resources of these processes."""
+    """Measure the resources of processes, given as name -> process id; `requests` and `blocks` are passed on."""
     found = {name: psutil.Process(pid) for name, pid in processes.items()}
     memory = {name: process.memory_full_info() for name, process in found.items()}
     return Level(
@@ -385,7 +420,7 @@ def zmq_threads(pid: int) -> int:
 
 
 async def until_nothing(look: Callable[[], Awaitable[str]]) -> None:
-    """Wait until `look` returns an empty string.
+    """Call `look` until it returns an empty string.
 
     Raises:
         Wrong: the string is not empty after `QUIET_S`.
@@ -398,7 +433,7 @@ async def until_nothing(look: Callable[[], Awaitable[str]]) -> None:
 
 
 async def soak(server: Server, *, seconds: float, settle: float, kill_every: float, clients: int) -> Result:
-    """Run for `seconds`, and return the result."""
+    """Run clients and the killer of processes on a server for `seconds`, and return the result."""
     run, began = Soak(server), time.monotonic()
     for kind in REQUESTS:
         await run.ask(kind)
@@ -437,7 +472,7 @@ def show(result: Result) -> None:
 
 
 def main() -> int:
-    """Start a server, run, print."""
+    """Run this benchmark from the command line: start a server, run, print; return the exit status."""
     flags = parser(str(__doc__))
     flags.add_argument("--seconds", type=float, default=1200.0)
     flags.add_argument("--settle", type=float, default=120.0, help="seconds until the first level is taken")

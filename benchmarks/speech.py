@@ -1,7 +1,7 @@
-"""Measures a spoken answer: first sound, whole answer, several at once, and the time of the steps by part.
+"""Measures a spoken answer: first sound, whole answer, several at once, and the parts of the stages' steps.
 
-The lengths are those of `spoken.py`. The reference is vllm-omni 0.30 over HTTP, with the same lengths and checkpoint
-(released vocabulary, float32) on 2 cores, on an unofficial CPU platform.
+The lengths are those of `spoken.py`. The printed reference is vllm-omni 0.30 over HTTP, with the same lengths and
+checkpoint (released vocabulary, float32) on 2 cores, on an unofficial CPU platform.
 
 Without `--http` the program calls the engines from Python. With it, the program starts `vllm serve MODEL --omni`, and a
 client streams chat completions with sound (pcm16). It then prints the client's own CPU time too, and no times of steps.
@@ -34,14 +34,18 @@ REFERENCE = {"first sound, ms": (113, 176), "answer, s": (1.73, 1.89), "8 answer
 
 
 async def rpc(omni: Any, method: str) -> dict[str, Any]:
-    """Call the extension in the first replica of every stage."""
+    """Call a method of the worker extension (`step_times.py`) in the first replica of each stage.
+
+    Returns:
+        The result by stage.
+    """
     replicas = omni._omni.orchestrator.replicas
     first = {stage: replicas[ReplicaId(stage, 0)].client for stage in STAGES}
     return {stage: (await client.collective_rpc_async(method))[0] for stage, client in first.items()}
 
 
 class Clock:
-    """CPU seconds of processes between two calls."""
+    """Measures the CPU seconds of processes between two calls of `take`; the processes are given by name."""
 
     def __init__(self, processes: Mapping[str, list[psutil.Process]]) -> None:
         self._processes = processes
@@ -59,7 +63,15 @@ class Clock:
 
 @dataclass
 class Round:
-    """Measurements of one round. `steps` are empty if the engines are not measured."""
+    """Measurements of one round.
+
+    Attributes:
+        alone: an answer without other requests.
+        steps: milliseconds of a step by stage and part (`step_times.parts_of`) meanwhile; empty if not measured.
+        cpu: CPU seconds by process meanwhile.
+        several_s: seconds of several answers, some of them at once.
+        several_steps: milliseconds of a step by stage and part meanwhile.
+    """
 
     alone: Answer
     steps: Mapping[str, Mapping[str, float]]
@@ -70,7 +82,14 @@ class Round:
 
 @dataclass(frozen=True)
 class Subject:
-    """A measured deployment: `ask` sends a request, and `run` waits for its answer."""
+    """A measured deployment.
+
+    Attributes:
+        ask: sends a request with a seed.
+        run: runs a coroutine such as `ask(0)` to its end, and returns its result.
+        clock: CPU seconds of all processes.
+        steps: returns milliseconds of a step by stage and part since its last call; {} if steps are not measured.
+    """
 
     ask: Ask
     run: Callable[[Coroutine[Any, Any, Any]], Any]
@@ -78,7 +97,7 @@ class Subject:
     steps: Callable[[], dict[str, dict[str, float]]] = dict
 
     def round(self, requests: int, concurrency: int) -> Round:
-        """Measure one answer alone, then several."""
+        """Measure one answer alone, then `requests` answers, `concurrency` at a time."""
         self.steps(), self.clock.take()
         alone = self.run(self.ask(0))
         cpu, steps = self.clock.take(), self.steps()
@@ -88,7 +107,7 @@ class Subject:
 
 @contextmanager
 def in_python(model: str, *, detailed: bool) -> Iterator[Subject]:
-    """Yield engines of this process, which is the API server too; `detailed` measures the parts of their steps."""
+    """Start an `LLM` in this process, and yield it as a subject; `detailed`: measure the parts of engine steps too."""
     overrides = {s: {"engine": {"worker_extension_cls": EXTENSION}} for s in STAGES} if detailed else {}
     with LLM(model, omni=True, stage_overrides=overrides) as omni:
         print(f"prompt: {len(omni._preprocess_chat_one(QUESTION)['prompt_token_ids'])} tokens")
@@ -106,7 +125,7 @@ def in_python(model: str, *, detailed: bool) -> Iterator[Subject]:
 
 @contextmanager
 def in_server(model: str) -> Iterator[Subject]:
-    """Yield a server of its own, with requests over HTTP."""
+    """Start a server, and yield it as a subject, with requests over HTTP."""
     with served(model, []) as server, over_http(server, Lengths()) as (ask, runner):
         with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
             said = json.load(answer)
@@ -156,7 +175,7 @@ def _step_table(rounds: list[Round], concurrency: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--http", action="store_true", help="ask a server over HTTP")
     flags.add_argument("--rounds", type=int, default=10, help="measured rounds, after one that warms up")

@@ -45,7 +45,7 @@ MAX_LEN = 2048
 STEP_TOKENS = 2048
 GIB = 1 << 30
 CACHE_BYTES = {"thinker": 2 * GIB, "talker": GIB}
-"""Room for 32 answers of full length: a token is 96 KiB in the thinker's cache and 20 KiB in the talker's."""
+"""KV cache by stage: room for 32 answers of full length. A token has 96 KiB in the thinker and 20 KiB in the talker."""
 
 NEEDED_GIB = {"thinker": 64, "talker": 9, "code2wav": 2}
 """Estimated memory of the stages on a device: weights (59, 6.5 and 0.4 GiB), cache, activations and graphs."""
@@ -55,7 +55,13 @@ GOAL_FIRST_MS = 200
 
 @dataclass(frozen=True)
 class Anchor:
-    """A figure published by another project. `level` None: not published."""
+    """Figures published by another project.
+
+    Attributes:
+        who: the project and its machine.
+        level: number of concurrent answers; None: not published.
+        said: the figures.
+    """
 
     who: str
     level: int | None
@@ -72,14 +78,18 @@ ANCHORS = (
 
 @dataclass(frozen=True)
 class Level:
-    """One level of concurrency: seconds for all answers, and the answers."""
+    """Measurements with one number of concurrent answers.
+
+    Attributes:
+        seconds: duration of all answers together.
+    """
 
     concurrency: int
     seconds: float
     answers: Sequence[Answer]
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the report, in seconds."""
+        """Return the figures for the report; `_s` at the end of a key means seconds, `_per_s` a number a second."""
         firsts = sorted(answer.first_s for answer in self.answers)
         return {
             "concurrency": self.concurrency,
@@ -95,7 +105,13 @@ class Level:
 
 
 def engine_settings(levels: Sequence[int], *, device_bytes: int | None, talkers: int = 1) -> dict[str, Any]:
-    """Return the arguments of `LLM` and `vllm serve` without the model; `device_bytes`: None without a CUDA device."""
+    """Return the arguments for `LLM`, as keywords, without the model.
+
+    Args:
+        levels: numbers of concurrent answers.
+        device_bytes: memory of a CUDA device; None: the tiny checkpoint is used, on any machine.
+        talkers: number of replicas of talker and of code2wav.
+    """
     slots = max(levels)
     stages: dict[str, dict[str, Any]] = {
         stage: {"engine": {"max_num_seqs": slots}} for stage in ("thinker", "talker", "code2wav")
@@ -121,7 +137,7 @@ def devices_of(model: str, settings: Mapping[str, Any]) -> int:
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return the same as flags of a command line."""
+    """Return the arguments of `engine_settings` as flags of `vllm serve`."""
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     return [word for name, text in texts.items() for word in (f"--{name.replace('_', '-')}", text)]
 
@@ -131,7 +147,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 @contextmanager
 def subject(model: str, settings: Mapping[str, Any], lengths: Lengths, args: Any) -> Iterator[tuple[Ask, Run]]:
-    """Yield a function that requests an answer, and one that waits for answers."""
+    """Start a server or an `LLM`; yield (function that requests an answer, function that runs such coroutines)."""
     if args.http:
         flags = [*as_flags(settings), "--api-server-count", str(args.api_servers)]
         with served(model, flags) as server, over_http(server, lengths) as (ask, runner):
@@ -142,7 +158,7 @@ def subject(model: str, settings: Mapping[str, Any], lengths: Lengths, args: Any
 
 
 def measure(ask: Ask, run: Run, concurrency: int, rounds: int) -> Level:
-    """Warm up, and measure one level."""
+    """Request `concurrency` answers that warm up, then measure `concurrency` * `rounds` answers."""
     run(several(ask, concurrency, concurrency))
     seconds, answers = run(several(ask, concurrency * rounds, concurrency))
     return Level(concurrency, seconds, answers)
@@ -167,9 +183,13 @@ def table(levels: Sequence[Level]) -> Iterator[str]:
 
 
 def device_bytes(args: Any, flags: Any) -> int | None:
-    """Return the memory of a CUDA device, None for the tiny checkpoint; end the program if the memory is too small.
+    """Return the bytes of a CUDA device, None for the tiny checkpoint; end the program if the memory is too small.
 
-    The value is from the driver: PyTorch would make a CUDA context here, in memory of the stages.
+    The value is read from the driver, because PyTorch would create a CUDA context in this process, which takes memory
+    that the stages need.
+
+    Args:
+        flags: the parser of the command line, for errors.
     """
     if args.tiny:
         return None
@@ -185,7 +205,7 @@ def device_bytes(args: Any, flags: Any) -> int | None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--tiny", action="store_true", help="the tiny checkpoint on whatever this machine has")
     flags.add_argument("--http", action="store_true", help="ask a server over HTTP")

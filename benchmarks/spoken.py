@@ -1,7 +1,7 @@
-"""Spoken answers of fixed lengths, and their times at a listener.
+"""Spoken answers of fixed lengths, and their times at a listener, who plays the sound while it arrives.
 
-The lengths are fixed, so the work does not depend on the weights: a prompt of 19 tokens, 64 text tokens and 127 frames,
-10.2 s of sound, of which 10.1 s are left after the vocoder's edge.
+The lengths are fixed, so the work does not depend on the weights: a prompt of 19 tokens, 64 text tokens and 127 frames.
+The frames are 10.2 s of sound, of which the vocoder returns 10.1 s.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Lengths:
 
     @property
     def talker_tokens(self) -> int:
-        """Steps of the talker."""
+        """Number of tokens, i.e. steps, of the talker."""
         return self.frames + self.dropped
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
+    """Times of one answer.
 
     Attributes:
-        first_s, whole_s: seconds from its start to the first sound and to its end.
+        first_s, whole_s: seconds from the request to the first sound and to the end of the answer.
         sound_s: seconds of sound.
         late_s: seconds of silence between the beginning and the end of the sound, if it is played while it arrives.
     """
@@ -62,21 +62,25 @@ class Answer:
 
 
 Ask = Callable[[int], Awaitable[Answer]]
-"""Requests one answer with a seed."""
+"""Function that takes a seed, and requests one answer."""
 
 
 class Listener:
-    """Plays the sound of an answer while it arrives. It begins when it is constructed. Times are in seconds."""
+    """Simulates the playback of an answer's sound while it arrives. It is constructed when the request is sent.
+
+    Args:
+        clock: monotonic clock in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._began, self._player = clock, clock(), Player()
 
     def hear(self, seconds: float) -> None:
-        """Receive the next piece of sound."""
+        """Receive the next piece of sound, of this length in seconds."""
         self._player.receive(seconds, self._clock())
 
     def end(self) -> Answer:
-        """Return the answer at its end; ValueError if it had no sound."""
+        """Return the times of the answer; called at its end. ValueError if it had no sound."""
         player, first = self._player, self._player.first_at
         if first is None:
             raise ValueError("the answer had no sound")
@@ -84,7 +88,7 @@ class Listener:
 
 
 def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, RequestOptions]:
-    """Return the stages' own sampling, seeded, with fixed lengths."""
+    """Return the text stage's parameters, and options with those of the talker: configured, with seed and lengths."""
     text = SamplingParams(temperature=0, max_tokens=lengths.text, ignore_eos=True)
     (talker,) = (stage for stage in omni.plan.stages if stage.name == "talker")
     exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
@@ -93,7 +97,7 @@ def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, Re
 
 
 def inside(omni: Any, lengths: Lengths) -> Ask:
-    """Return a function that requests answers from this process; they run in the loop of `omni._run`."""
+    """Return a function that requests answers from an `OmniLLM` of this process; `omni._run` must run it."""
     prompt = omni._preprocess_chat_one(QUESTION)
 
     async def ask(seed: int) -> Answer:
@@ -116,7 +120,7 @@ def check_frames(frames: int, lengths: Lengths) -> None:
 
 
 async def several(ask: Ask, requests: int, concurrency: int) -> tuple[float, list[Answer]]:
-    """Return the seconds of all answers, of which `concurrency` run at a time, and the answers."""
+    """Request answers with the seeds 0 to `requests` - 1, `concurrency` at a time; return (seconds of all, answers)."""
     places = asyncio.Semaphore(concurrency)
 
     async def one(seed: int) -> Answer:

@@ -1,4 +1,4 @@
-"""Spoken answers over HTTP: a server in a process of its own, and its streaming client."""
+"""Spoken answers (`spoken.py`) over HTTP: a server in another process, and a client that streams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_S = 600.0
 
 
 def body(lengths: Lengths, seed: int) -> dict[str, Any]:
-    """Return the request, in OpenAI's shape except for the stages' sampling."""
+    """Return the body of a chat request with fixed lengths; `talker` and `ignore_eos` are not in OpenAI's API."""
     exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
     return {
         "model": MODEL,
@@ -42,7 +42,7 @@ def body(lengths: Lengths, seed: int) -> dict[str, Any]:
 
 
 class Client:
-    """Connections to a server, used from one loop."""
+    """Connections to a server, used from one event loop."""
 
     def __init__(self, url: str, lengths: Lengths) -> None:
         self._url, self._lengths = f"{url}/chat/completions", lengths
@@ -67,7 +67,7 @@ class Client:
 
 
 def frames_of(event: Mapping[str, Any]) -> int:
-    """Return the frames of the whole answer, from the usage at its end; 0 for other events."""
+    """Return the number of frames of the whole answer from an event with `usage`, the last one; 0 for other events."""
     details = (event.get("usage") or {}).get("completion_tokens_details") or {}
     return int(details.get("audio_tokens") or 0)
 
@@ -84,7 +84,7 @@ def served(model: str, flags: Sequence[str]) -> Iterator[Server]:
 
 @contextmanager
 def over_http(server: Server, lengths: Lengths) -> Iterator[tuple[Ask, asyncio.Runner]]:
-    """Yield a function that requests answers from a server, and the runner of its loop."""
+    """Yield (function that requests an answer from a server, runner of the event loop in which it must run)."""
     with asyncio.Runner() as runner:
         client = runner.run(_connected(server, lengths))
         try:

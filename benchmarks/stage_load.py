@@ -1,4 +1,4 @@
-"""Load for one stage of a pipeline in this process, and the times of the stage's steps."""
+"""Sends load to one stage from this process, and records the times of the stage's steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def deployed(plan: Plan, *, clients: int) -> Iterator[Deployment]:
 
 @asynccontextmanager
 async def closed_loop(work: Callable[[], Awaitable[None]], concurrency: int) -> AsyncIterator[None]:
-    """Run `work` in `concurrency` loops during the block; abort unfinished work at its end.
+    """Run `work` in `concurrency` endless loops during the block; cancel unfinished work at the block's end.
 
     Raises:
         ExceptionGroup: work failed.
@@ -58,11 +58,12 @@ async def closed_loop(work: Callable[[], Awaitable[None]], concurrency: int) -> 
 
 @asynccontextmanager
 async def open_loop(work: Callable[[float], Awaitable[None]], rate: float, seed: int) -> AsyncIterator[None]:
-    """Run `work` at the times of a Poisson process during the block; abort unfinished work at its end.
+    """Run `work` at the times of a Poisson process during the block; cancel unfinished work at the block's end.
 
     Args:
         work: takes its scheduled time, on the clock of `time.monotonic`.
-        rate: a second; equal seeds give equal times.
+        rate: calls of `work` a second.
+        seed: of the random times; equal seeds give equal times.
 
     Raises:
         ExceptionGroup: work failed.
@@ -92,10 +93,10 @@ class Step:
     """The output of one engine step, and its times in seconds on the clock that all processes share.
 
     Attributes:
-        made: the engine has finished the step.
-        received: vLLM's client has returned the output.
-        handled: this process has finished the work on the output.
-        items: tokens; of a pooling stage, outputs.
+        made: time at which the engine finished the step.
+        received: time at which vLLM's client returned the output.
+        handled: time at which this process finished the work on the output.
+        items: number of tokens; for a pooling stage, of outputs.
     """
 
     made: float
@@ -105,13 +106,16 @@ class Step:
 
 
 def step_of(outputs: EngineCoreOutputs) -> Step:
-    """Return a step that is received now and needs no work."""
+    """Return the step of these outputs, received and handled now."""
     now = time.monotonic()
     return Step(outputs.timestamp, now, now, sum(len(output.new_token_ids) or 1 for output in outputs.outputs))
 
 
 def watch(replica: StockReplica) -> list[Step]:
-    """Return a list that grows with every step of a replica. The next call of `outputs` is the end of a step's work."""
+    """Return a list to which every later step of a replica is added.
+
+    The work on a step counts as finished when the reader of the replica's outputs calls `StockReplica.outputs` again.
+    """
     steps: list[Step] = []
     outputs = replica.outputs
 
@@ -129,7 +133,7 @@ def watch(replica: StockReplica) -> list[Step]:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that keep one stage busy: `length` tokens, or frames, each."""
+    """Requests that keep one stage busy; each has `length` tokens, or frames."""
 
     omni: AsyncOmni
     stage: str
@@ -150,7 +154,7 @@ class Work:
             pass
 
     async def over(self) -> None:
-        """Wait until no request is left, also in the engines."""
+        """Wait until each engine has answered a utility call, i.e. has processed all earlier messages, e.g. aborts."""
         for replica in self.omni.replica_connections.replicas.values():
             await replica.client.get_supported_tasks_async()
 

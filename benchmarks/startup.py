@@ -1,7 +1,8 @@
-"""Measures the seconds from the command to `/health` and the memory of its processes, compared with stock vLLM.
+"""Measures the seconds from the command to `/health`, and the memory of all processes, compared with stock vLLM.
 
 Memory is the proportional set size (PSS): a page shared by n processes counts 1/n in each. Stock vLLM's server has the
-text stage alone, in one process. The two take turns, and have the same length, sequences, data type and KV cache bytes.
+text stage alone, with the engine in one process. Our server and stock vLLM's are started in turns, with the same
+`--max-model-len`, `--max-num-seqs`, data type and KV cache bytes.
 
     python benchmarks/startup.py [MODEL_DIR] [--runs N] [--json FILE]
 """
@@ -34,7 +35,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def serving(who: str, model: str, log: Path) -> Server:
-    """Return a server that is not started yet."""
+    """Return our server or stock vLLM's (`who`: `OURS` or `STOCK`), which is not started yet."""
     made = Server(model, log, [*SAME, *CACHE])
     if who == STOCK:
         where = ["--host", HOST, "--port", str(made.port)]
@@ -43,7 +44,7 @@ def serving(who: str, model: str, log: Path) -> Server:
 
 
 def titles(who: str, server: Server) -> dict[int, str]:
-    """Return the titles of our processes by id; the others have only their process names."""
+    """Return "API server" or the stage's name by process id, from our server's status; empty for stock vLLM."""
     if who == STOCK:
         return {}
     with urllib.request.urlopen(f"{server.base_url}/omni/status") as answer:
@@ -53,7 +54,7 @@ def titles(who: str, server: Server) -> dict[int, str]:
 
 
 def by_name(memory: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return the GB by name; the second and later processes of the same name get a number."""
+    """Convert (process name, GB) pairs to a mapping; the second and later processes of a name get a number."""
     seen: Counter[str] = Counter()
     made = {}
     for name, gigabytes in memory:
@@ -63,7 +64,7 @@ def by_name(memory: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def measure(who: str, model: str, log: Path) -> dict[str, Any]:
-    """Start a server once; return the seconds to `/health`, and the GB by process."""
+    """Start a server once; return {"seconds": to `/health`, "memory_gb": {process name: GB}}."""
     with serving(who, model, log) as server:
         known = titles(who, server)
         memory = [(known.get(p.pid, p.name().strip()), p.memory_full_info().pss / 1e9) for p in server.processes()]

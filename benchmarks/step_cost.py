@@ -1,10 +1,10 @@
 """Measures the cost of a step in the API server, compared with a bare vLLM client on the same engine.
 
-A second client, vLLM's `AsyncMPClient` alone, sends the same requests as the stage pool to one replica; they take
-turns. The compared time of each engine step is from its result to the end of all work on it: in the orchestrator, the
-pool, the records and the next stages. The control compares the bare client with itself: it shows the effect of the
-machine's noise on a difference. "whole" is a round from the first call to its last step, divided by its steps; it
-includes preparing, routing and sending the requests. CPU time is that of this process.
+`AsyncOmni` and a bare client, vLLM's `AsyncMPClient`, send the same requests to one replica, in turns. The compared
+time of each engine step is from the engine's result to the end of all work on it in this process: in the orchestrator,
+the pool, the observer and the sending to later stages. The control compares the bare client with itself, which shows
+the effect of the machine's noise on a difference. "whole" is the time of a round from the first call to its last step,
+divided by its steps; it includes preparing, routing and sending the requests. CPU time is that of this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _numbers = itertools.count()
 
 @dataclass
 class Round:
-    """One client's turn. `seconds` from the first call to the last step; `cpu` of this process, in seconds."""
+    """One round of one client.
+
+    Attributes:
+        steps: the engine's steps.
+        seconds: from the first call to the end of the work on the last step.
+        cpu: CPU seconds of this process.
+    """
 
     steps: list[Step]
     seconds: float
@@ -44,7 +50,11 @@ class Round:
 
 
 class Ours:
-    """Sends through `AsyncOmni`."""
+    """The client "ours": sends requests through `AsyncOmni`.
+
+    Args:
+        steps: list to which every step of the replica is added (`stage_load.watch`).
+    """
 
     def __init__(self, work: Work, steps: list[Step]) -> None:
         self._work, self._steps = work, steps
@@ -63,7 +73,7 @@ class Ours:
 
 
 class Bare:
-    """Sends the recorded requests of `Ours` through vLLM's client alone."""
+    """The client "bare": sends engine requests that were recorded from `Ours` through vLLM's client alone."""
 
     def __init__(self, client: Any, messages: Sequence[Any]) -> None:
         self._client, self._messages = client, messages
@@ -87,7 +97,12 @@ class Bare:
 
 @dataclass
 class Overhead:
-    """Milliseconds of a step, by name of the figure."""
+    """The cost of a step with one number of concurrent requests.
+
+    Attributes:
+        steps: number of measured steps.
+        rows: milliseconds by name of the figure and by percentile (`TIMES`).
+    """
 
     concurrency: int
     steps: int
@@ -112,7 +127,15 @@ async def recorded(replica: StockReplica, turn: Callable[[], Awaitable[None]]) -
 
 
 async def overhead(work: Work, client: Any, steps: list[Step], concurrency: int, rounds: int) -> Overhead:
-    """Run rounds of ours, of the bare client and of the bare client again, in changing order; the first warms up."""
+    """Measure the cost of a step.
+
+    Rounds of `Ours`, of the bare client, and of the bare client again (the control) are run in changing order. The
+    first round of each warms up.
+
+    Args:
+        client: vLLM's client of the replica.
+        steps: list to which every step of the replica is added (`stage_load.watch`).
+    """
     open_only(work, 1)
     ours = Ours(work, steps)
     replica = work.omni.replica_connections.replicas[ReplicaId(work.stage, 0)]
@@ -130,7 +153,7 @@ async def overhead(work: Work, client: Any, steps: list[Step], concurrency: int,
 
 
 def compared(concurrency: int, ours: list[Round], bare: list[Round], control: list[Round]) -> Overhead:
-    """Return the distributions, step by step and round by round."""
+    """Return the percentiles of the times of steps, of their differences step by step, and of whole rounds."""
     result = Overhead(concurrency, sum(len(each.steps) for each in ours))
     inside = [(step.handled - step.received) * MS for each in ours for step in each.steps]
     values = {
@@ -150,7 +173,7 @@ def compared(concurrency: int, ours: list[Round], bare: list[Round], control: li
 
 
 def differences(ours: list[Round], bare: list[Round]) -> np.ndarray:
-    """Return step k of each round minus step k of the other client's round."""
+    """Return, for all rounds, the time of step k of one client minus that of step k of the other client, in ms."""
     pairs = [(a.late(), b.late()) for a, b in zip(ours, bare, strict=True)]
     return np.concatenate([a[: len(b)] - b[: len(a)] for a, b in pairs])
 

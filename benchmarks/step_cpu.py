@@ -50,7 +50,7 @@ TALKER, CODE2WAV, THINKER = (ReplicaId(stage, 0) for stage in ("talker", "code2w
 GROUPS = 16
 CHUNK = 4
 SAMPLES = 1920
-"""Samples of a frame."""
+"""Number of samples of a frame."""
 FRAMES = 200
 """Frames of a request."""
 US = 1e6
@@ -74,7 +74,11 @@ PROMPT = [1, 2, 9, 10, 11, 1, 3, 9]
 
 
 class Sent:
-    """A replica that encodes its requests."""
+    """A fake replica, which encodes its requests as vLLM's client does, and sends them nowhere.
+
+    Attributes:
+        ids: ids of the requests, for the fake answers.
+    """
 
     def __init__(self, replica: ReplicaId) -> None:
         self.id = replica
@@ -82,7 +86,7 @@ class Sent:
         self.ids: list[str] = []
 
     async def add(self, request: Any) -> None:
-        """Encode a request."""
+        """Encode a request as for vLLM's socket, and store its id."""
         self.encoder.encode(request)
         self.ids.append(request.request_id)
 
@@ -91,15 +95,23 @@ class Sent:
 
 
 class Runtime:
-    """Returns tensors as they are."""
+    """A `ModelRuntime` that decodes outputs only."""
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Return the tensor."""
+        """Return the tensor unchanged."""
         return tensor
 
 
 class Driver:
-    """Requests in lockstep, as the steps of one engine."""
+    """Runs an orchestrator with fake replicas; all requests are in each step, as in one engine.
+
+    Args:
+        requests: number of concurrent requests.
+        cold: read 64 MB before each step, so that the CPU's caches are cold.
+
+    Attributes:
+        times: CPU seconds of each step, by kind of step.
+    """
 
     def __init__(self, requests: int, config: VllmConfig, api_servers: int, *, cold: bool) -> None:
         self.replicas: dict[ReplicaId, Any] = {each: Sent(each) for each in (TALKER, CODE2WAV, THINKER)}
@@ -141,7 +153,7 @@ class Driver:
             await self.orchestrator.abort(names)
 
     async def open(self, name: str) -> asyncio.Queue[Any]:
-        """Begin a request; return its sink."""
+        """Begin a request; return its sink, the queue that gets its chunks of sound."""
         parts = find_parts(PROMPT, IDS)
         assert parts is not None
         speech = SpeechPlan(prompt=PROMPT, parts=parts, voice="ethan", ids=IDS, sample_rate=24_000)
@@ -153,7 +165,7 @@ class Driver:
         return sink
 
     async def step(self, names: list[str], sinks: list[asyncio.Queue[Any]], step: int) -> None:
-        """Run one step of the talker, and of code2wav if it has parts now."""
+        """Simulate one step of the talker, and one of code2wav if the talker's step has completed a part for it."""
         parts = self.replicas[CODE2WAV].ids
         parts.clear()
         frames = [
@@ -171,7 +183,7 @@ class Driver:
                 sink.get_nowait()
 
     async def measured(self, replica: ReplicaId, outputs: list[EngineCoreOutput]) -> float:
-        """Return the CPU seconds of handling the outputs of one step."""
+        """Pass the outputs of one step to the orchestrator and to the statistics; return the CPU seconds of both."""
         stats = SchedulerStats(num_running_reqs=self.requests)
         if self._cache is not None:
             self._cache.sum()
@@ -206,7 +218,7 @@ def rows(requests: int, config: VllmConfig, args: argparse.Namespace) -> Iterato
 
 
 def main() -> None:
-    """Make the configuration that vLLM's statistics need, and measure."""
+    """Run this benchmark from the command line: make the configuration that vLLM's statistics need, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4])
@@ -220,7 +232,7 @@ def main() -> None:
 
 
 def measure(config: VllmConfig, args: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure each number of concurrent requests and print a table; with `--profile`, print a profile instead."""
     if args.profile:
         driver = Driver(args.requests[0], config, args.api_servers, cold=False)
         driver.profiled = True

@@ -1,4 +1,4 @@
-"""A worker extension of vLLM (`worker_extension_cls`) that measures the parts of an engine's steps.
+"""A worker extension of vLLM (`worker_extension_cls`) that measures the phases ("parts") of an engine's steps.
 
 vLLM loads it into the engine's process. Nothing is wrapped before `start_step_times` is called.
 """
@@ -20,7 +20,7 @@ class StepTimes:
     """Methods that `collective_rpc` can call on any stage's worker."""
 
     def start_step_times(self) -> None:
-        """Wrap the parts of a step; a second call does nothing."""
+        """Begin to measure: wrap the functions that a step calls. A second call does nothing."""
         if hasattr(self, "_step_seconds"):
             return
         self._step_seconds: dict[str, float] = defaultdict(float)
@@ -31,7 +31,11 @@ class StepTimes:
         setattr(EngineCoreProc, STEP, self._timed_step(getattr(EngineCoreProc, STEP)))
 
     def take_step_times(self) -> dict[str, float]:
-        """Return the seconds by part since the last call; `count` steps, `cpu` of all threads of the process."""
+        """Return the measurements since the last call, by name.
+
+        They are seconds by wrapped function and of "step"; "count", the number of steps; and "cpu", the CPU seconds of
+        all threads of the process.
+        """
         now = time.process_time()
         taken = {**self._step_seconds, "count": float(self._step_count), "cpu": now - self._cpu_began}
         self._step_seconds.clear()
@@ -39,7 +43,7 @@ class StepTimes:
         return taken
 
     def take_step_log(self) -> list[tuple[float, float]]:
-        """Return begin and end of every step since the last call, in seconds of this machine's monotonic clock."""
+        """Return (begin, end) of every step since the last call, in seconds of this machine's monotonic clock."""
         taken, self._step_log = self._step_log, []
         return taken
 
@@ -81,7 +85,13 @@ class StepTimes:
 
 
 def parts_of(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the milliseconds of a step by part, without overlap; `step` is their sum."""
+    """Return the mean milliseconds of a step by part.
+
+    The parts do not overlap, and "step" is the whole step. "cpu" is the CPU time.
+
+    Args:
+        seconds: the result of `StepTimes.take_step_times`.
+    """
     count = seconds.get("count") or 1.0
 
     def ms(*names: str) -> float:

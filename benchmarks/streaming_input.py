@@ -102,10 +102,14 @@ def cpu_s(server: Server) -> float:
 
 
 async def turn(server: Server, model: str, data: bytes) -> tuple[float, float, str, int]:
-    """Speak one turn.
+    """Send the sound of one turn in real time, and request an answer.
+
+    Args:
+        data: the sound, PCM16 at 24 kHz.
 
     Returns:
-        Seconds from its end to the first sound, CPU seconds of the server meanwhile, transcript, bytes of sound.
+        (seconds from the end of the sound to the first sound of the answer, CPU seconds of the server meanwhile,
+        transcript of the answer, bytes of its sound).
     """
     url = f"{server.base_url.replace('http', 'ws')}/realtime?model={model}"
     async with websockets.connect(url, max_size=None) as socket:
@@ -138,7 +142,7 @@ async def turn(server: Server, model: str, data: bytes) -> tuple[float, float, s
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("model", nargs="?", help="directory or hub id; without it, a random checkpoint")
     flags.add_argument("--seconds", type=float, default=10.0, help="length of the turn")

@@ -1,6 +1,6 @@
 """Counts system calls of running processes with strace (a Linux program that must be installed).
 
-strace stops a process at every call: the counts are right, but times measured meanwhile are not.
+strace stops a process at every call, so the counts are right, but times that are measured meanwhile are too long.
 """
 
 from __future__ import annotations
@@ -34,10 +34,16 @@ def available() -> bool:
 
 @contextmanager
 def counted(processes: Mapping[str, int]) -> Iterator[dict[str, Counter[str]]]:
-    """Count the calls of processes (name -> pid) in all their threads during the block, by name of process and call.
+    """Count the system calls of all threads of processes during the block.
 
-    The counts are there after the block; a call that ends with it may be missing. RuntimeError if strace may not attach
-    to a process.
+    Yields a mapping, name of the process -> number of calls by name, which is filled at the end of the block. A call
+    that runs at the end may be missing.
+
+    Args:
+        processes: process ids by name.
+
+    Raises:
+        RuntimeError: strace cannot attach to a process.
     """
     found: dict[str, Counter[str]] = {name: Counter() for name in processes}
     with tempfile.TemporaryDirectory() as folder:
@@ -66,6 +72,6 @@ def _traced(pid: int, file: Path) -> Iterator[None]:
 
 
 def parse(text: str) -> dict[str, int]:
-    """Return the counts by call from strace's table, without its last line, the sum."""
+    """Return the number of calls by name from the table of `strace -c`, without its last line, the sum."""
     rows = (line.split() for line in text.splitlines())
     return {row[1]: int(row[0]) for row in rows if len(row) == 2 and row[0].isdigit() and row[1] != "total"}

@@ -37,7 +37,7 @@ async def stock_engine(plan: Any) -> AsyncLLM:
 
 
 async def decode(engine: Any, prompt: Any, tokens: int) -> tuple[float, float]:
-    """Return the times of the first and of the last token of one answer."""
+    """Request one answer; return (time of its first token, time of its last), on the clock of `time.perf_counter`."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     first = None
     async for _ in engine.generate(prompt, params, str(next(_numbers))):
@@ -47,14 +47,14 @@ async def decode(engine: Any, prompt: Any, tokens: int) -> tuple[float, float]:
 
 
 async def speed(engine: Any, prompt: Any, tokens: int, concurrency: int) -> float:
-    """Return the tokens a second of all answers together, from the first token on."""
+    """Request `concurrency` answers at once; return the tokens a second of all together, from the first token on."""
     spans = await asyncio.gather(*(decode(engine, prompt, tokens) for _ in range(concurrency)))
     took = max(last for _, last in spans) - min(first for first, _ in spans)
     return concurrency * (tokens - 1) / took
 
 
 def compare(omni: Any, stock: Any, args: Any) -> tuple[list[float], list[float]]:
-    """Return the speeds of both, round by round; the first round of each warms up and is left out."""
+    """Return (our tokens a second, stock vLLM's), each by round; the first round of each warms up and is left out."""
     prompt = omni._preprocess_chat_one(QUESTION)
     speeds: tuple[list[float], list[float]] = ([], [])
     turns = [(0, omni._omni), (1, stock)]
@@ -71,7 +71,7 @@ def report(name: str, values: list[float], form: str = "8.1f") -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run this benchmark from the command line, and print its results."""
     flags = parser(__doc__ or "")
     flags.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     flags.add_argument("--concurrency", type=int, default=1, help="answers at the same time")

@@ -1,4 +1,4 @@
-"""`python -m dev.pages [FOLDER]` writes the generated pages.
+"""`python -m dev.pages [FOLDER]` writes the generated pages of the documentation into a folder (default: docs).
 
 These are models.md, from the declarations of the model families, and the end of patches.md.
 """
@@ -27,7 +27,7 @@ ROUTES: Mapping[str, tuple[str, ...]] = {
     IMAGES: ("/v1/images/generations", "/v1/images/edits"),
     REALTIME: ("/v1/realtime", "/v1/realtime/client_secrets"),
 }
-"""Routes of the ready-made APIs."""
+"""HTTP routes of each API that a model plugin can declare in `HttpSurface.apis`."""
 
 CHAT = "/v1/chat/completions"
 TEXT_ROUTES = ("/v1/completions", "/v1/responses", "/v1/messages")
@@ -53,7 +53,7 @@ _INPUTS = {
 
 
 def write(folder: Path) -> None:
-    """Write both pages into a folder; of patches.md, the text before the generated part stays."""
+    """Write models.md and the generated end of patches.md into a folder; the beginning of patches.md stays."""
     own = [each.family for each in plugins() if each.family and each.distribution.partition(" ")[0] == HERE]
     (folder / "models.md").write_text(models(own), encoding="utf-8")
     file = folder / "patches.md"
@@ -62,7 +62,7 @@ def write(folder: Path) -> None:
 
 
 def models(families: Iterable[ModelFamily]) -> str:
-    """Return docs/models.md."""
+    """Return the text of docs/models.md."""
     return "\n".join([_HEAD, *(line for family in families for line in _family(family))])
 
 
@@ -120,7 +120,7 @@ def _flags(pipeline: PipelineSpec, stage: StageSpec) -> str:
 
 
 def _summary(family: ModelFamily, name: str) -> str:
-    """The first sentence of the comment at the top of a stage config."""
+    """Return the first sentence of the comment at the top of a stage config."""
     text = resources.files(family.stage_configs).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     comment = re.match(r"(#[^\n]*\n)*", text)
     words = " ".join((comment[0] if comment else "").replace("#", " ").split())
@@ -132,7 +132,7 @@ def _code(words: Iterable[str]) -> str:
 
 
 def patches() -> str:
-    """The generated part of docs/patches.md: the patches, and the overrides of the core and its families."""
+    """Return the generated part of docs/patches.md: the patches of vLLM, and the attributes replaced at run time."""
     return "\n".join([GENERATED, "## Patches", "", *_patch_rows(), "## Overrides", "", *_override_rows(), ""])
 
 

@@ -18,7 +18,7 @@ RATE_HZ = 24_000
 
 
 def main() -> None:
-    """Send one question."""
+    """Send one question; print the streamed text, and store the streamed sound as a WAV file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("question")
     parser.add_argument("--url", default="http://localhost:8000/v1")

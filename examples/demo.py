@@ -29,7 +29,7 @@ REPLY = Path("demo/reply.wav")
 RATE_HZ, HEARD_HZ = 24_000, 16_000
 WORDS = "seven blue left"
 WORLD = ("seven", "blue", "left", "six", "red", "right", "one", "green", "north", "monday", "water", "circle")
-"""Vocabulary of pocketsphinx."""
+"""Words that pocketsphinx can recognise."""
 
 
 def main() -> int:
@@ -54,7 +54,11 @@ def main() -> int:
 
 
 def talk(server: Server) -> None:
-    """Request a spoken reply from the model, and transcribe it with two recognisers and with the model."""
+    """Request a spoken reply from the model; check that two recognisers and the model transcribe it correctly.
+
+    Raises:
+        AssertionError: a transcript has other words than `WORDS`.
+    """
     print(f"ready after {server.startup_s:.1f} s at {server.base_url}")
     client = openai.OpenAI(base_url=server.base_url, api_key=os.environ.get("VLLM_API_KEY", "none"))
     say(client)
@@ -70,7 +74,7 @@ def talk(server: Server) -> None:
 
 
 def say(client: openai.OpenAI) -> None:
-    """Request spoken words, and store their sound."""
+    """Request the spoken `WORDS` from the model, and store the sound in `REPLY`."""
     started = time.monotonic()
     message = ask(client, f"say {WORDS}", modalities=["text", "audio"], audio={"voice": "chelsie", "format": "wav"})
     took_s = time.monotonic() - started
@@ -94,7 +98,14 @@ def hear(client: openai.OpenAI, samples: np.ndarray) -> str:
 
 
 def ask(client: openai.OpenAI, content: Any, **options: Any) -> Any:
-    """Return the message of the answer; without sampling, so the result is the same on every machine."""
+    """Send a chat request, and return the message of the answer.
+
+    All stages choose the most likely token, so the result is the same on every machine.
+
+    Args:
+        content: content of the user's message: text, or a list of parts.
+        options: further fields of the request.
+    """
     talker = {} if options.get("modalities") == ["text"] else {"talker": {"temperature": 0}}
     reply = client.chat.completions.create(
         model="qwen3-omni",

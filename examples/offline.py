@@ -12,7 +12,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    """Answer one question."""
+    """Answer one question with `LLM`; print the text, and store the sound as a WAV file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("question")

@@ -1,4 +1,4 @@
-"""Start `vllm serve MODEL --omni` as a process of its own, and end it with all its processes."""
+"""Start `vllm serve MODEL --omni` as a child process, and end it with all processes that it has started."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def free_port() -> int:
 
 
 def command() -> list[str]:
-    """Return the `vllm` script in the folder of this Python, else our own command."""
+    """Return the `vllm` script in the folder of this Python or, if it is missing, `python -m vllm_omni_ext`."""
     script = Path(sys.executable).with_name("vllm")
     return [str(script)] if script.exists() else [sys.executable, "-m", "vllm_omni_ext"]
 
 
 class Program:
-    """A running command in a session of its own.
+    """A command that runs in a session (`setsid`) of its own.
 
     Args:
-        words: the command.
-        log: file for its output.
+        words: the command and its arguments.
+        log: file for the command's output.
     """
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
@@ -79,7 +79,10 @@ class Program:
         return self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
-        """Return the command's processes that run, with orphans."""
+        """Return the running processes of the command: itself, and all descendants that any call has found.
+
+        So a descendant whose parent has ended is included.
+        """
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 tree = psutil.Process(self._process.pid)
@@ -87,7 +90,11 @@ class Program:
         return [process for process in self._seen.values() if process.is_running() and alive(process)]
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> list[psutil.Process]:
-        """Send `number`, by default the signal of Ctrl-C, and wait; return the processes that had to be killed."""
+        """Send the signal `number` (default: SIGINT, as Ctrl-C does), and wait until all processes have ended.
+
+        Returns:
+            The processes that still ran after `STOP_S`, and were killed.
+        """
         if self._process is None:
             return []
         known = self.processes()
@@ -108,7 +115,7 @@ class Program:
 
 
 class Server(Program):
-    """A running server. Use as a context manager.
+    """A running server. The context manager starts it, waits until it is ready, and ends it.
 
     Args:
         model: name or folder of the model.
@@ -159,7 +166,10 @@ class Server(Program):
 
 
 def wait_for(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait until none of the processes runs; an orphan may stay a zombie for minutes."""
+    """Wait until none of the processes runs, at most `seconds`.
+
+    A zombie does not count as running, because an orphan may stay a zombie for minutes.
+    """
     deadline = time.monotonic() + seconds
     while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(LOOK_AT_PROCESSES_EVERY_S)

@@ -14,7 +14,7 @@ import openai
 
 
 def main() -> None:
-    """Convert one text to speech."""
+    """Send one text to `/v1/audio/speech`, and store the sound in a file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
     parser.add_argument("--url", default="http://localhost:8000/v1")

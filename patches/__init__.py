@@ -1,1 +1,1 @@
-"""The patches of vLLM, by file; `compat.PATCHES` lists them. Plain vLLM runs import `llm_omni_keyword` only."""
+"""The patches of vLLM, by file; `compat.PATCHES` lists them. Without omni, vLLM imports `llm_omni_keyword` only."""

@@ -1,8 +1,9 @@
 """Sets CURVE keys for the connections of vLLM's engine to its clients.
 
-Two threads of the engine (one for input, one for output) each make a ZeroMQ context and pass it to `make_zmq_socket`.
-Both run vLLM's unchanged code, but with another `make_zmq_socket`. It sets the options on the context before it makes a
-socket for a TCP address. The `make_zmq_socket` of vLLM's module stays unchanged.
+vLLM's engine has a thread for input and a thread for output. Each thread creates a ZeroMQ context and passes it to
+`make_zmq_socket`. The patches replace the functions of both threads by copies with the same code, in which the name
+`make_zmq_socket` is a wrapper. The wrapper sets the socket options on the context before it creates a socket for a TCP
+address. The function `make_zmq_socket` of vLLM's module stays unchanged.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from vllm_omni_ext.patching.patch import Patch
 
 MAKER = "make_zmq_socket"
-"""Name of the function with which vLLM makes a socket."""
+"""Name of vLLM's function that creates a socket."""
 
 _options: dict[int, Any] = {}
 
 
 def use(options: Mapping[int, Any]) -> None:
-    """Set these options on every socket that this process's engine connects to a TCP address from now on.
+    """Set these socket options on every socket that this process's engine creates for a TCP address from now on.
 
     Args:
         options: values by libzmq's option number.
@@ -29,7 +30,7 @@ def use(options: Mapping[int, Any]) -> None:
 
 
 def with_options(original: FunctionType) -> FunctionType:
-    """Return a copy of the function that makes its sockets with the options of `use`."""
+    """Return a copy of a function of vLLM's engine whose calls of `make_zmq_socket` set the options passed to `use`."""
     names = {**original.__globals__, MAKER: _with_options_set(original.__globals__[MAKER])}
     made = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
     made.__kwdefaults__ = original.__kwdefaults__

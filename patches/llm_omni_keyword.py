@@ -16,7 +16,11 @@ KEYWORD = "omni"
 
 
 def wrap(original: Any) -> Any:
-    """Return `LLM.__init__` that accepts `omni=True`."""
+    """Return a replacement of `LLM.__init__` that accepts the keyword `omni`.
+
+    Args:
+        original: vLLM's `LLM.__init__`.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

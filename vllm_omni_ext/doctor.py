@@ -24,7 +24,7 @@ from vllm_omni_ext.plugins.registry import Plugin, families, plugins
 PROGRAM = "vllm-omni-ext"
 
 FITS = ("fits", "additions only")
-"""States of a symbol in another vLLM version with which the exit status is 0."""
+"""Results of `patching.compare.state_of` with which `doctor --against` has the exit status 0."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,18 +57,18 @@ def packages() -> list[str]:
 
 
 def own_packages() -> list[str]:
-    """Return the core, and the packages of the model families in this distribution."""
+    """Return those of `packages()` that are in this distribution: the core, and its own model families."""
     own = [each.family for each in plugins() if each.family and each.distribution.partition(" ")[0] == PROGRAM]
     return [CORE, *(family.seams for family in own if family.seams)]
 
 
 def measured(package: str, source: VllmSource) -> seams.Fingerprints:
-    """Return the fingerprints that the symbols of a package have in this vLLM."""
+    """Compute the fingerprints, in a vLLM source tree, of the vLLM symbols on which a package depends."""
     return seams.measured(package, source, [patch.target for patch in PATCHES] if package == CORE else ())
 
 
 def models() -> Section:
-    """Return the findings about the installed model plugins: their architectures, or the errors in one."""
+    """Return a finding for each installed model plugin: its architectures, or its errors."""
     try:
         faults = all_faults()
     except RuntimeError as error:
@@ -90,7 +90,10 @@ def _model_line(plugin: Plugin, faults: Mapping[str, Sequence[str]]) -> Line:
 
 
 def vllm_sections() -> list[Section]:
-    """Return the findings about vLLM: its version, and whether each patched symbol and each seam is unchanged."""
+    """Return the findings about vLLM: its version, and whether the vLLM symbols on which the packages depend changed.
+
+    These are the symbols that patches replace, and the seams, i.e. the symbols listed in `seams.toml` files.
+    """
     try:
         source = VllmSource.installed()
         tested = seams.nearest(source.version)
@@ -135,10 +138,13 @@ def _seam_lines(findings: Sequence[Finding], tested: str) -> Iterator[Line]:
 
 
 def against(wanted: str) -> list[Section]:
-    """Compare each patched symbol and each seam of the installed vLLM with those of another vLLM.
+    """Compare the vLLM symbols on which the packages depend in the installed vLLM and in another one.
 
     Args:
-        wanted: a folder, a wheel file or a version.
+        wanted: the other vLLM: a folder, a wheel file or a version.
+
+    Returns:
+        A section with both versions, and one for each state (see `patching.compare.state_of`) with its symbols.
     """
     uses = {patch.target: f"patched: {patch.name}" for patch in PATCHES}
     for package in packages():

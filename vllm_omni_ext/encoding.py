@@ -1,5 +1,8 @@
 """Encodes and decodes the messages of the control plane: versioned, tagged msgpack; never pickle.
 
+The control plane is the traffic of the head, the coordinator, headless nodes (`vllm serve --headless`), replicas and
+API servers besides requests and outputs: joining, heartbeats, states of replicas.
+
 Compatibility: packages of different versions exchange only `Join` and its `Refusal`, which contains both versions. A
 field with a default may be added to these two messages, because receivers ignore unknown fields. Every other change of
 them needs another `PROTOCOL`. A message of another protocol is refused with a text that contains both protocols.
@@ -17,10 +20,10 @@ from vllm_omni_ext.errors import OmniError
 PROTOCOL = 1
 
 MAX_MESSAGE_BYTES = 4096
-"""Longest message of a replica or a headless node."""
+"""Longest message that a replica or a headless node may send."""
 
 MAX_VIEW_BYTES = 16 * 1024 * 1024
-"""Longest view: a few hundred bytes for each replica."""
+"""Longest view, a message of the coordinator with the states of all replicas: a few hundred bytes for each replica."""
 
 Text = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -58,6 +61,7 @@ class Channel(Generic[Kind]):
     """Decodes the messages of one direction, e.g. from replicas to the coordinator.
 
     Args:
+        decoder: msgspec's decoder of the direction's message types.
         limit: longest message, in bytes.
     """
 
@@ -66,7 +70,7 @@ class Channel(Generic[Kind]):
         self.limit = limit
 
     def decode(self, data: bytes) -> Kind:
-        """Decode one message; `Malformed` if the data is too long, of another protocol, or not a message."""
+        """Decode one message; raise `Malformed` if the data is too long, of another protocol, or not a message."""
         if len(data) > self.limit:
             raise Malformed(f"a message of {len(data)} bytes; the longest allowed has {self.limit}")
         try:

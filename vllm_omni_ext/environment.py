@@ -25,7 +25,10 @@ ENTRY_POINTS = (
 CUDA_ONLY = ("torchaudio", "torchcodec")
 """Packages whose usual wheels are CUDA builds and break `import transformers` with a CPU torch."""
 SMALL_SHM_BYTES = 1 << 30
-"""Least free shared memory: each engine process reserves some 400 MB, and containers have less by default."""
+"""Free bytes of /dev/shm below which `doctor` reports an error.
+
+Each engine process reserves about 400 MB there, and containers have less by default.
+"""
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """vLLM's environment variable: 1 = the sampler uses FlashInfer's kernels, which are compiled at the first use."""
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
@@ -67,12 +70,18 @@ class Section:
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """Return the findings as text: one line each, with the details below; details of several lines have no heading."""
+    """Return the findings as text: a line for each finding, and indented lines for its details.
+
+    A detail of one line is written after its heading, a longer one without heading.
+    """
     return "\n".join(row for section in sections for row in _rows(section))
 
 
 def as_data(sections: Sequence[Section]) -> dict[str, object]:
-    """Return the sections of the report as data for `--json`."""
+    """Return the findings for `--json`: `ok`, and `sections`, by title a list of findings.
+
+    A finding has the keys `name`, `ok` and `state`, and a key for each detail.
+    """
     return {
         "ok": all(section.ok for section in sections),
         "sections": {
@@ -128,12 +137,12 @@ def hooks(environ: Mapping[str, str] = os.environ) -> Section:
 
 
 def traps() -> Section:
-    """Check for packages that break a correct environment, and for optional packages whose lack disables a feature."""
+    """Check for packages that break other packages here, and for missing optional packages with their features."""
     return Section("known traps", tuple(_traps()))
 
 
 def connectors() -> Section:
-    """Check which connectors between stages can be used on this machine."""
+    """Check which connectors, i.e. transports of tensors between stages, can be used on this machine."""
     return Section("connectors", (_shared_memory(), _tcp(), _mooncake()))
 
 

@@ -4,10 +4,10 @@ OmniError
  |- ConfigError            the configuration is wrong; the message contains the key's path and advice
  |- RequestError           the request is wrong (HTTP 400); `parameter` is the wrong parameter
  |- PromptTooLong          a RequestError: the prompt is too long for a stage
- |- UnknownMember          the plan has no stage or replica of this name
+ |- UnknownMember          the deployment has no stage or replica of this name
  |- StageUnavailable       a stage has no live replica (HTTP 503); a later request may succeed
  |- RequestFailed          a stage could not finish an accepted request (HTTP 500)
- |- CallFailed             a call to several replicas failed in some of them; contains all answers
+ |- CallFailed             a utility call (e.g. `collective_rpc`) failed in some replicas; contains the answers of all
  |- IncompatibleVllm       the installed vLLM is not one of the tested versions
 """
 
@@ -39,11 +39,11 @@ class RequestError(OmniError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt is longer than a stage allows."""
+    """The prompt is longer than the longest sequence of a stage."""
 
 
 class UnknownMember(OmniError):
-    """The plan has no stage or replica of this name."""
+    """The deployment has no stage or replica of this name."""
 
 
 class StageUnavailable(OmniError):
@@ -55,10 +55,10 @@ class RequestFailed(OmniError):
 
 
 class CallFailed(OmniError):
-    """A call to several replicas failed in some of them.
+    """A utility call (e.g. `collective_rpc`) to several replicas failed in some of them.
 
     Args:
-        replies: each replica's answer, by id; `error` is set where the call failed.
+        replies: a `runtime.client.calls.Reply` of each replica, by its id; `error` is set where the call failed.
     """
 
     def __init__(self, replies: Mapping[Any, Any]) -> None:

@@ -32,7 +32,11 @@ def refuse_empty_grammar(params: SamplingParams) -> None:
 
 
 def empty_rules(grammar: str) -> list[str]:
-    """Return the rules that match no text; empty if the grammar does not parse, since vLLM reports that error."""
+    """Return the names of the rules that match no text.
+
+    Args:
+        grammar: EBNF or Lark. If it does not parse, the result is empty, because vLLM reports that error.
+    """
     import xgrammar
     from vllm.v1.structured_output.utils import grammar_is_likely_lark
 
@@ -64,7 +68,11 @@ def empty_rules(grammar: str) -> list[str]:
 
 
 def _choices(rules: dict[str, str]) -> Iterator[tuple[str, set[str]]]:
-    """Yield (name, names of the rules that a match requires) for each alternative of xgrammar's rules by name."""
+    """Yield (rule name, names of the rules that a match of the alternative requires) for each alternative of each rule.
+
+    Args:
+        rules: rule name -> body, as xgrammar prints them.
+    """
     for rule, body in rules.items():
         plain = _LOOK_AHEAD.sub("", _TERMINALS.sub("", body))
         if _MACRO.search(plain):  # a macro is assumed to match some text

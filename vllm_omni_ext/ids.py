@@ -1,16 +1,16 @@
-"""Ids of replicas. Functions take and return a `ReplicaId`, not an index alone."""
+"""Ids of replicas, i.e. of the engine processes of a stage. Functions take and return a `ReplicaId`, not an index."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PREFILL, DECODE = SIDES = ("prefill", "decode")
-"""The two kinds of replicas of a stage with `prefill_decode`."""
+"""The two kinds of replicas of a stage with the setting `prefill_decode`, i.e. prefill/decode disaggregation."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class ReplicaId:
-    """One replica of one stage, printed `talker/1`."""
+    """Id of one replica of one stage, printed `talker/1`."""
 
     stage: str
     index: int

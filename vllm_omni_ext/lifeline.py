@@ -24,7 +24,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the system send this process a signal when the thread that started it has ended (Linux only).
+    """Make the system send this process a signal when the parent's thread that started it has ended (Linux only).
 
     Args:
         parent: process id of the parent; if the parent has ended already, the signal is sent now.
@@ -39,7 +39,9 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 
 def end_with_process(pid: int) -> None:
-    """End this process with SIGKILL when its parent has ended, not with the parent's thread (Linux only).
+    """Start a thread that ends this process with SIGKILL when the parent process has ended (Linux only).
+
+    In contrast to `die_with_parent`, the end of the parent's thread that started this process has no effect.
 
     Args:
         pid: process id of the parent.
@@ -58,10 +60,10 @@ def end_with_process(pid: int) -> None:
 
 
 def leave_interrupts_to_parent() -> None:
-    """Ignore SIGINT from now on; called in the main thread.
+    """Ignore SIGINT from now on; called in the main thread of a replica.
 
-    A terminal sends SIGINT to all processes of its group. vLLM's engine would abort its requests at once; the parent
-    first waits for their end.
+    With Ctrl-C, a terminal sends SIGINT to all processes of its group. vLLM's engine would abort its requests at once,
+    but the parent waits for the requests before it ends its replicas.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

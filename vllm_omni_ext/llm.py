@@ -66,19 +66,19 @@ Adapters: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
 class OmniRequestOutput(RequestOutput):
     """A vLLM `RequestOutput` with the outputs of all modalities.
 
-    `audio` to `latents` are assembled from the chunks in `outputs_by_modality`.
+    The attributes from `audio` to `latents` are assembled from the chunks in `outputs_by_modality`.
 
     Attributes:
-        outputs_by_modality: all chunks by modality (`modalities.base.OutputChunk`), in order. Text of the frontend is
-            in `outputs`.
+        outputs_by_modality: all chunks (`modalities.base.OutputChunk`) by name of the modality, in order. Text of the
+            frontend is not among them, but in `outputs`.
         audio: float32 [samples] in [-1, 1], mono; None if no sound was requested or produced.
         sample_rate: Hz; None without sound.
         frames: codec frames, int64 [frames, code groups]; None without sound, or if the model has none.
         note: the reason that there is no sound although it was requested.
         images: PIL images.
         latents: float32 arrays, the model's latents of the pictures, if requested.
-        error: the error with which this prompt failed. `outputs` is then one empty completion with finish_reason
-            "error".
+        error: the error with which this prompt failed; None if it did not. If it is set, `outputs` is one empty
+            completion with finish_reason "error".
     """
 
     outputs_by_modality: Mapping[str, Sequence[OutputChunk]] = MappingProxyType({})
@@ -92,7 +92,7 @@ class OmniRequestOutput(RequestOutput):
 
 
 def _offline(name: str) -> Any:
-    """Return a blocking method that runs `TargetedLLM`'s coroutine of that name in the event loop of `OmniLLM`."""
+    """Return a blocking method that runs the coroutine method `name` of `TargetedLLM` in `OmniLLM`'s event loop."""
 
     @wraps(getattr(TargetedLLM, name))
     def method(self: TargetedOfflineLLM, *args: Any, **keywords: Any) -> Any:
@@ -102,7 +102,10 @@ def _offline(name: str) -> Any:
 
 
 class TargetedOfflineLLM(LLM):
-    """vLLM's methods that call engines, with `targets` and `timeout_s` as in `runtime.client.calls.TargetedLLM`."""
+    """vLLM's `LLM`, whose methods that call engines, e.g. `collective_rpc`, also take `targets` and `timeout_s`.
+
+    `targets` are names of stages and replicas to call; see `runtime.client.calls.TargetedLLM`.
+    """
 
     _omni: AsyncOmni
 
@@ -125,20 +128,24 @@ class TargetedOfflineLLM(LLM):
     pin_lora = _offline("pin_lora")
 
     def apply_model(self, func: Callable[[Any], Any], *, targets: Targets | None = None, **deadline: Any) -> Any:
-        """Run a function on the model in every worker of the frontend, or of `targets`."""
+        """Run a function on the model in every worker of the frontend, or of the stages and replicas in `targets`."""
         return self.collective_rpc("apply_model", args=(func,), targets=targets, **deadline)
 
 
 class OmniLLM(TargetedOfflineLLM):
-    """Runs a pipeline for this Python program; `close()` (or leaving a `with` block) ends its processes.
+    """Starts the stages of a model as processes and runs requests for this Python program.
+
+    `close()` (or leaving a `with` block) ends the processes.
 
     Args:
         model: directory or hub id.
-        chat_template: as `--chat-template`; None: the family's, or the checkpoint's if the family has none.
-        stage_config: as `--stage-config`.
-        stage_overrides: as `--stage-overrides`, e.g. {"talker": {"replicas": 2}}.
-        async_chunk: as `--async-chunk`.
-        kwargs: `EngineArgs` fields for the frontend, as for `LLM`.
+        chat_template: as the flag `--chat-template` of `vllm serve`; None: the template of the model family, or of the
+            checkpoint if the family has none.
+        stage_config: as the flag `--stage-config`.
+        stage_overrides: as the flag `--stage-overrides`, e.g. {"talker": {"replicas": 2}}.
+        async_chunk: as the flag `--async-chunk`.
+        kwargs: `EngineArgs` fields for the frontend, as for `LLM`; and other keys of a stage config without their group
+            (e.g. `startup_timeout_s`).
 
     Raises:
         ConfigError: the arguments or the model's config are wrong; nothing was started.
@@ -189,10 +196,11 @@ class OmniLLM(TargetedOfflineLLM):
         self._numbers = itertools.count()
 
     def _end_with_program(self) -> None:
-        """Register the end of the processes: when this object is garbage collected, and when the program ends.
+        """Make the replicas' processes end when this object is garbage collected, and when the program ends.
 
-        At the end of the program, `multiprocessing` kills the processes in an exit hook. The exit hook registered last
-        runs first, so this one is registered here: that of `weakref.finalize` may be older than `multiprocessing`'s.
+        At the end of the program, an exit hook of `multiprocessing` kills the processes. Exit hooks run in the reverse
+        order of their registration. So this method registers a hook, after that of `multiprocessing`; the hook of
+        `weakref.finalize` may have been registered earlier.
         """
         end = weakref.finalize(self, _end, self._deployment, self._replica_supervisor)
         atexit.register(end)
@@ -233,7 +241,7 @@ class OmniLLM(TargetedOfflineLLM):
                 prompts or a list with one each. A stage's parameters are an object of their type, or a dict of the
                 values that differ from the configured ones.
             modalities: modalities of the answer, e.g. ["text", "audio"]; None: the model's default.
-            chunks: changes to the stage config's `chunks` for these prompts.
+            chunks: changes to the stage config's key `chunks`, the sizes of messages between stages, for these prompts.
             lora_request: adapter of the frontend; one for all prompts or a list with one each.
             priority: for the frontend's scheduler, lowest first; one for all prompts or a list with one each.
             raise_on_error: raise RequestFailed after all prompts if some of them failed.
@@ -290,7 +298,13 @@ class OmniLLM(TargetedOfflineLLM):
         chunks: Mapping[str, Any] | None,
         more: Mapping[str, Any],
     ) -> tuple[Keywords, RequestOptions]:
-        """Return a call's sorted keywords, and the checked options of its requests."""
+        """Return the sorted keywords of a call of `generate` or `chat`, and the checked options of its requests.
+
+        Args:
+            call: the bound method `generate` or `chat`.
+            render: vLLM's method that renders one prompt.
+            more: the keywords for which the method has no parameter.
+        """
         runtime = self._omni.runtime
         known = [name for name in inspect.signature(call).parameters if name != "more"]
         names = RequestFields(runtime.fields).names
@@ -454,32 +468,40 @@ class OmniLLM(TargetedOfflineLLM):
 
 
 class LocalListener:
-    """The `ReplicaListener` of `OmniLLM`: passes the events of replicas to its event loop, their only client."""
+    """The `runtime.supervise.process_watcher.ReplicaListener` of `OmniLLM`.
+
+    The thread that watches the replicas' processes calls its methods. They pass the events to `ReplicaConnections` in
+    `OmniLLM`'s event loop.
+    """
 
     def __init__(self, deployment: Deployment, replica_connections: ReplicaConnections) -> None:
         self._deployment = deployment
         self._replica_connections = replica_connections
 
     def listen(self, replica: ReplicaId) -> Sequence[tuple[str, str]]:
-        """Open sockets for a replica before it starts; return the addresses to which it connects."""
+        """Open sockets for a replica before it starts; return their addresses, one pair (input, output)."""
         addresses = self._deployment.listen(replica)
         self._replica_connections.loop.call_soon_threadsafe(self._replica_connections.starting, replica)
         return addresses
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo) -> None:
-        """Connect to a replica that has started."""
+        """Make the event loop connect to a replica that has started; `about` describes its process."""
         listeners = self._deployment.listeners(replica, 0)
         self._replica_connections.loop.call_soon_threadsafe(self._replica_connections.ready, replica, about, listeners)
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
-        """Remove a replica whose process has ended; `again`: it will be started again."""
+        """Make the event loop disconnect from a replica whose process has ended.
+
+        Args:
+            again: whether the process will be started again.
+        """
         self._replica_connections.loop.call_soon_threadsafe(
             partial(self._replica_connections.ended, replica, reason, again=again)
         )
 
 
 def _with_media(prompt: Any) -> Any:
-    """Return the prompt with its keys `MEDIA` moved into `multi_modal_data`, where vLLM reads them."""
+    """Return a prompt whose keys in `MEDIA` are moved into `multi_modal_data`, where vLLM reads them."""
     if not isinstance(prompt, Mapping) or not any(name in prompt for name in MEDIA):
         return prompt
     media = {name: prompt[name] for name in MEDIA if prompt.get(name) is not None}
@@ -488,12 +510,16 @@ def _with_media(prompt: Any) -> Any:
 
 
 def _identity(replica: ReplicaId, ports: tuple[int, int] | None) -> ReplicaIdentity:
-    """Return the identity of a replica that has no coordinator and ends with this program."""
+    """Return the identity that a replica's process gets: it has no coordinator, and ends with this program.
+
+    Args:
+        ports: first and last port on which the replica may listen for other hosts; None: any.
+    """
     return ReplicaIdentity(stage=replica.stage, index=replica.index, program=os.getpid(), ports=ports)
 
 
 class _Frontend:
-    """The attributes of `LLM.llm_engine` that do not need an engine in this process."""
+    """The value of `OmniLLM.llm_engine`: the attributes of vLLM's `LLMEngine` that need no engine in this process."""
 
     def __init__(self, omni: AsyncOmni) -> None:
         self.model_config = omni.model_config

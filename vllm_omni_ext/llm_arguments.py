@@ -14,7 +14,7 @@ from vllm_omni_ext.serving.options import FRONTEND_SAMPLING, SEED, stage_param_n
 from vllm_omni_ext.topology.plan import Plan
 
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")
-"""vLLM's name of this parameter, and OpenAI's."""
+"""vLLM's name of the parameter for the longest answer, and OpenAI's name."""
 
 
 class Keywords:
@@ -22,15 +22,16 @@ class Keywords:
 
     Args:
         call: `generate` or `chat`, for error messages.
-        more: the keywords for which the method has no parameter.
+        more: the keywords for which `generate` or `chat` has no parameter.
+        plan: the plan of the deployment, with the names and parameter types of its stages.
         fields: names of the model's request fields.
         render: vLLM's method that renders one prompt.
-        known: names of the method's own parameters, for suggestions in errors.
+        known: names of the parameters of `generate` or `chat`, for suggestions in errors.
 
     Attributes:
-        fields: values of the model's request fields.
+        fields: values of the model's request fields, by name.
         rendering: keywords for `render`.
-        params: parameters by stage.
+        params: parameters that keywords set, by stage.
 
     Raises:
         TypeError: a keyword is unknown, or the frontend has parameters in two forms.
@@ -84,13 +85,16 @@ class Keywords:
         self._call = call
 
     def over(self, params: Any) -> Any:
-        """Return the parameters of one prompt: those in `sampling_params`, and those in keywords, by stage.
+        """Return the parameters of one prompt: those in `sampling_params`, and those that keywords set.
 
         Args:
             params: the prompt's value of `sampling_params`, or None.
 
+        Returns:
+            Parameters by stage; `params` itself if no keyword sets parameters.
+
         Raises:
-            TypeError: a stage has parameters in both.
+            TypeError: `sampling_params` and keywords set parameters of the same stage.
         """
         if not self.params:
             return params

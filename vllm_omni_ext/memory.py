@@ -7,7 +7,7 @@ import ctypes.util
 
 
 def malloc_trim() -> None:
-    """Return free heap pages to the system; glibc would keep hundreds of MB that were used while loading.
+    """Return free heap pages to the operating system; glibc would keep hundreds of MB that were used while loading.
 
     Does nothing without glibc. It does not collect garbage: that would write into every object, and a forked process
     copies each page that is written to.

@@ -1,4 +1,4 @@
-"""Defines the metrics of this package: name, labels, unit and meaning. vLLM's own `vllm:` metrics are separate.
+"""Defines the metrics `vllm_omni_ext:*`: name, labels, unit and meaning. vLLM's own metrics `vllm:*` are separate.
 
 Metrics of audio and images are defined with their modalities, and model plugins can add metrics. All are Prometheus
 metrics of the process's default registry, always enabled, and have the label `model_name` in addition to their own.
@@ -27,16 +27,16 @@ GAP_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 5
 
 
 class StepGauge(Gauge):
-    """A gauge of a replica's state that several API servers write; its value is the state after the latest step.
+    """A gauge of a replica's state that several API servers write; `/metrics` shows the state after the latest step.
 
-    The value that is written last can be of an earlier step, because an API server that replaces an ended one receives
-    outputs that were sent to the ended one.
+    Each value is stored with the time of its step. The value that is written last can be of an earlier step, because an
+    API server that replaces an ended one receives outputs that were sent to the ended one.
     """
 
     _at: ClassVar[float | None] = None
 
     def set(self, value: float) -> None:
-        """Set the gauge. Inside `with state_after(step_ns)` the value has that time, otherwise the current time."""
+        """Set the gauge, with the time `step_ns` inside `with state_after(step_ns)`, else with the present time."""
         if self._at is None or not self._is_most_recent:
             super().set(value)
         else:
@@ -45,7 +45,11 @@ class StepGauge(Gauge):
     @classmethod
     @contextmanager
     def state_after(cls, step_ns: int) -> Iterator[None]:
-        """Set the time of the gauge values that are set inside the `with` block: Unix time in ns, or 0 for now."""
+        """Set the time of all gauge values that are set inside the `with` block.
+
+        Args:
+            step_ns: Unix time in ns; 0: the time at which each value is set.
+        """
         # A time in the future, from another host's clock, would suppress later values of this host.
         cls._at = min(step_ns / 1e9, time.time()) if step_ns else None
         try:
@@ -55,15 +59,16 @@ class StepGauge(Gauge):
 
 
 AGAIN_S = 0.25
-"""Least seconds between two writes of an unchanged state of a busy replica."""
+"""Seconds between two writes of an unchanged state of a busy replica."""
 
 
 class ShownStates:
     """Decides whether a replica's state is written to gauges, from the state that this process wrote last.
 
-    A changed state is always written. An unchanged state is written only if other processes set the same gauges, since
-    each process receives the states after some of the steps: for a busy replica at most every `AGAIN_S`, for an idle
-    replica at once, because there may be no later step to correct another process's value.
+    A changed state is always written. An unchanged state is written only if other processes set the same gauges. Each
+    process receives the states after some of the steps only, so another process may have written an older state. The
+    unchanged state of a busy replica is written at most every `AGAIN_S` seconds. That of an idle replica is always
+    written, because no step may follow that would correct the gauges.
 
     Args:
         alone: no other process sets the gauges.
@@ -76,7 +81,12 @@ class ShownStates:
         self._written: dict[Hashable, tuple[object, float]] = {}
 
     def due(self, replica: Hashable, state: object, *, busy: bool) -> bool:
-        """Return whether a replica's state must be written now. If so, the state is recorded as written."""
+        """Return whether a replica's state must be written now. If so, the state is recorded as written.
+
+        Args:
+            state: any value that is comparable.
+            busy: whether the replica has running requests, so that another step follows.
+        """
         known, since = self._written.get(replica, (None, 0.0))
         now = 0.0 if self._alone else self._clock()
         if known == state and (self._alone or (busy and now - since < AGAIN_S)):
@@ -116,7 +126,7 @@ class Metric:
         return PREFIX + self.name
 
     def make(self, registry: CollectorRegistry) -> Any:
-        """Create the prometheus_client object of the metric in a registry."""
+        """Create the prometheus_client object (Counter, StepGauge or Histogram) of the metric in a registry."""
         labels = (MODEL, *self.labels)
         match self.kind:
             case "counter":
@@ -311,9 +321,10 @@ _IN_DEFAULT: dict[Metric, Any] = {}
 
 
 class Metrics:
-    """Creates the metrics in a registry, and returns their series with the label `model_name` of one model.
+    """Creates the metrics in a registry, and returns their time series with the label `model_name` of one model.
 
     Args:
+        model: value of the label `model_name`.
         registry: None: the process's default registry.
     """
 
@@ -333,14 +344,14 @@ class Metrics:
         return self._made[metric]
 
     def of(self, metric: Metric, *labels: str) -> Any:
-        """Return the time series of a metric with these label values."""
+        """Return the time series of a metric with these values of `Metric.labels`, in order; create it if necessary."""
         series = self._series.get((metric, labels))
         if series is None:
             series = self._series[metric, labels] = self._make(metric).labels(self._model, *labels)
         return series
 
     def remove(self, metric: Metric, *labels: str) -> bool:
-        """Remove a time series if it exists. Returns False without removal if processes share metric values."""
+        """Remove a time series; return False, without removal, if processes share metric values in files."""
         if self.shared:
             return False
         self._series.pop((metric, labels), None)
@@ -348,7 +359,10 @@ class Metrics:
         return True
 
     def shared_counts(self, counter: Metric) -> dict[tuple[str, ...], float]:
-        """Return a counter's sums over all processes, also ended ones, by label values; empty without shared files."""
+        """Return a counter's sums over all processes, also ended ones, by the values of its labels.
+
+        The result is empty if processes do not share metric values in files.
+        """
         if not self.shared:
             return {}
         files = glob.glob(os.path.join(glob.escape(os.environ[DIRECTORY]), "counter_*.db"))
@@ -361,9 +375,10 @@ class Metrics:
 
 
 def share(directory: str) -> None:
-    """Make this process and its child processes share metric values in a directory. Call before metrics are created.
+    """Make this process and its child processes share metric values in files of a directory.
 
-    prometheus_client reads the environment variable at its import, and vLLM may have imported it already.
+    Must be called before metrics are created. prometheus_client reads the environment variable `DIRECTORY` when it is
+    imported, and vLLM may have imported it already, so this function also sets the class of its values.
     """
     os.environ[DIRECTORY] = directory
     values.ValueClass = values.get_value_class()

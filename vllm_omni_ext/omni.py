@@ -59,9 +59,13 @@ _TO_RENDER = frozenset(
 
 
 class AsyncOmni(TargetedLLM):
-    """Serves the requests of a pipeline. Must be created inside a running event loop.
+    """Serves the requests of a model with several stages in one API server or one `OmniLLM`.
 
-    A request that only the frontend answers runs exactly as in `AsyncLLM`. All others use the stages of their flow.
+    Must be created inside a running event loop. A request that only the frontend answers runs exactly as in `AsyncLLM`.
+    All other requests use the stages of their flow (see `plugins.flow.Flow`).
+
+    Args:
+        connections: the plan of the deployment, and the connections to its replicas.
     """
 
     draining = False
@@ -248,7 +252,8 @@ class AsyncOmni(TargetedLLM):
 
         Args:
             call: must not raise.
-            ended: awaited after the requests in flight, as long as the shutdown allows: work that outlasts them.
+            ended: awaited after the requests in flight have ended, within the time limit of `shutdown`. It returns when
+                work that lasts longer than a request, e.g. an open session, has ended.
         """
         self._at_stop += (call,)
         self._outlasting += () if ended is None else (ended,)
@@ -291,8 +296,9 @@ class AsyncOmni(TargetedLLM):
         If the prompt is rendered already, the request is planned or refused before the generator is returned.
 
         Args:
-            options: options of the answer; None: those registered for the key in `extra_args` (`Admission.expect`), or
-                the default ones.
+            options: options of the request; None: the options that `Admission.expect` has registered under the key in
+                `extra_args` of `sampling_params`, or the default options if there is no key.
+            stock: further arguments of `AsyncLLM.generate`.
 
         Raises:
             RequestError: the options or the prompt cannot be served.
@@ -331,14 +337,17 @@ class AsyncOmni(TargetedLLM):
                 yield item
 
     def _for_renderer(self, stock: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments for vLLM's input processor; without tracing, it does not accept trace headers."""
+        """Return those arguments of `generate` that vLLM's input processor takes (`_TO_RENDER`).
+
+        Trace headers are left out if tracing is off, because the input processor then refuses them.
+        """
         given = {name: stock[name] for name in _TO_RENDER if name in stock}
         if self.observability_config.otlp_traces_endpoint is None:
             given.pop("trace_headers", None)
         return given
 
     def _prompt_text(self, prompt: Any, stock: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for processing the outputs, with the text of the prompt."""
+        """Return those arguments of `generate` that are for processing the outputs, and `prompt_text`."""
         rest = {name: value for name, value in stock.items() if name not in _TO_RENDER}
         return rest | {"prompt_text": extract_prompt_components(self.model_config, prompt)[0]}
 
@@ -406,7 +415,7 @@ class AsyncOmni(TargetedLLM):
         """Return the token ids of a text, computed in the only thread that uses the tokenizer (it is not thread-safe).
 
         Args:
-            special: markers of the chat format become special tokens; otherwise they are tokenized as plain text.
+            special: convert markers of the chat format to special tokens; False: tokenize them as plain text.
         """
         encode = partial(self.renderer.get_tokenizer().encode, text, add_special_tokens=False)
         if not special:
@@ -418,7 +427,8 @@ class AsyncOmni(TargetedLLM):
         """Return a request's priority: `given`, or that of the HTTP request.
 
         Raises:
-            RequestError: it is not 0, but the frontend does not schedule by priority, or it is too large.
+            RequestError: the priority is not 0, but the frontend does not schedule by priority, or its absolute value
+                is too large.
         """
         priority = given or PRIORITY.get()
         if priority and self.vllm_config.scheduler_config.policy != "priority":
@@ -449,7 +459,11 @@ class AsyncOmni(TargetedLLM):
         await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
 
     async def text_only(self, request_id: str) -> None:
-        """End all outputs of a request but its text, which continues; an unknown id is ignored."""
+        """End all outputs of a request except its text, which the frontend continues.
+
+        Args:
+            request_id: the caller's id of the request; an unknown id is ignored.
+        """
         await self.orchestrator.text_only(self.output_processor.external_req_ids.get(request_id, ()))
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -479,7 +493,7 @@ def _check_bad_words(params: Any) -> None:
     """Check the length of `bad_words`: vLLM tokenizes them in the event loop, which long ones would block.
 
     Raises:
-        VLLMValidationError: they have more than `MOST_BAD_CHARACTERS` characters.
+        VLLMValidationError: `bad_words` has more than `MOST_BAD_CHARACTERS` characters in total.
     """
     given = sum(map(len, getattr(params, "bad_words", None) or ()))
     if given > MOST_BAD_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Chooses TCP ports for listeners that other hosts reach: any port, or one of a range that a firewall allows. Pure."""
+"""Chooses TCP ports for listeners that other hosts reach: any port, or one of a range that a firewall allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANY = 0
 """Port number with which the system chooses a free port."""
 
 EVENTS_PORT, VIEWS_PORT = 1, 2
-"""Offsets from the head's port to the coordinator's ports for heartbeats and for views."""
+"""Offsets from the head's port to the coordinator's ports for heartbeats and for views (states of all replicas)."""
 
 LAST_PORT = 65535
 

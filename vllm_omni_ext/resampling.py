@@ -1,4 +1,4 @@
-"""Conversion of input sound to the model's sample rate, with a package that is installed.
+"""Selects the method with which vLLM converts input sound to the model's sample rate, by the installed packages.
 
 vLLM has a method for each of four packages. Its default is torchaudio, which is not installed on a CPU.
 """
@@ -47,11 +47,14 @@ METHODS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "pyav": ("av", _pyav),
     "torchaudio": ("torchaudio", _torchaudio),
 }
-"""Package and trial of each of vLLM's methods, the preferred one first."""
+"""vLLM's name of a method -> (package that it needs, function that converts a test sound with the package).
+
+The preferred method is the first.
+"""
 
 
 def available() -> str | None:
-    """Return the first method that converts a short sound here; None if there is none."""
+    """Return the first method of `METHODS` that can convert a short test sound in this process; None if none can."""
     import numpy as np
 
     for method, (package, convert) in METHODS.items():
@@ -67,7 +70,10 @@ def available() -> str | None:
 
 
 def use_available(renderer: Any) -> None:
-    """Let a renderer's processor convert sound with an installed package, if that of its method is missing."""
+    """Set the conversion method of a vLLM renderer's multimodal processor to `available`.
+
+    Does nothing if the package of the processor's own method is installed, or if no method is available.
+    """
     processor = renderer.mm_processor
     if processor is None:
         return

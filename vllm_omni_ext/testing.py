@@ -1,7 +1,7 @@
 """Tools for tests of model plugins: a check of flows on simulated stages, and a tokenizer for tiny checkpoints.
 
-`check_flow` runs a flow on simulated stages. At every step a replica may die, stop responding or come back, and the
-client may disconnect. A stage is simulated by a generator function, e.g.
+`check_flow` runs a flow (`plugins.flow.Flow`) on simulated stages. At every step a replica may die, stop responding or
+come back, and the client may disconnect. A stage is simulated by a generator function, e.g.
 
     def painter(work: Work) -> Iterator[Reply | None]:
         paint = work.take().payload
@@ -9,8 +9,9 @@ client may disconnect. A stage is simulated by a generator function, e.g.
             yield Reply(payload=StageProgress(done, 3))
         yield Reply(payload=picture_of(paint), finish="stop")
 
-The function is called once for each request that is sent to a replica, and once for each stream of parts. It yields one
-`Reply` per step, or None while it waits for more input. Its replies must depend only on its input.
+The function is called once for each request that is sent to a replica, and once for each stream of parts
+(`plugins.flow.Submit`). It yields one `Reply` per step, or None while it waits for more input. Its replies must depend
+only on its input.
 
 A stage exports hidden states with `Reply(hidden_states=...)`; the flow gets `HiddenStatesChunkReady`, as from a real
 stage. Another stage reads them with `Work.read`.
@@ -60,7 +61,9 @@ class Reply:
     """Result of one step of a simulated stage.
 
     Attributes:
+        tokens: new token ids.
         payload: the payload for the flow, as `ModelRuntime.decode` would return it.
+        finish: the reason that the request, or the part of a stream, ends with this step; None if it continues.
         hidden_states: hidden states that this step exports, one value for each position; `payload` must then be None.
     """
 
@@ -71,16 +74,23 @@ class Reply:
 
 
 Stores = dict[str, dict[str, list[Any]]]
-"""Hidden states that all replicas store, by the replica's address and by name (see `HiddenStatesRef`)."""
+"""Hidden states that all simulated replicas store: address of the replica -> name -> values (see `HiddenStatesRef`)."""
 
 
 @dataclass
 class Work:
-    """Input that a simulated stage gets for one request, or for one stream.
+    """Input that a simulated stage gets for one request, or for one stream: the argument of its generator function.
 
     Attributes:
-        resumed: tokens of a forwarded request that another replica has generated already.
-        recompute: only the prompt is computed again, so that its hidden states are exported again.
+        resumed: tokens that another replica has generated already for a forwarded request (`plugins.flow.Forward`).
+        recompute: the stage only computes the prompt again, to export its hidden states again
+            (`plugins.flow.Recompute`).
+        messages: (engine id, message) that the stage has not taken yet; see `take`.
+        engine_id: id of the engine request of the message that was taken last.
+        last: whether the next `Reply.finish` ends the whole request or stream; False after a part with
+            `Submit.last=False`.
+        stores: hidden states of all replicas.
+        source: the location that `read` has read last.
         joins: numbers of tokens in the next outputs (`plugins.flow.Open.group`).
         later: the reply of a step that the output before it could not include.
     """
@@ -96,9 +106,9 @@ class Work:
     later: Reply | None = None
 
     def read(self, ref: HiddenStatesRef) -> list[Any] | None:
-        """Return the hidden states at a location; None if they are lost, e.g. because their replica has died.
+        """Return the first `ref.count` hidden states at a location; None if they are lost, e.g. with their replica.
 
-        They are freed when the request ends in this stage, or when the stage reads from another location.
+        The location is freed when the request ends in this stage, or when the stage reads from another location.
         """
         if self.source is not None and (self.source.source, self.source.name) != (ref.source, ref.name):
             self.free()
@@ -128,8 +138,9 @@ class Answer:
     """All outputs that a client has received for one request.
 
     Attributes:
-        text: tokens of the frontend.
-        outputs: outputs by modality: chunks of audio and text are joined, previews of images are left out.
+        text: token ids of the frontend.
+        outputs: outputs by modality. "audio": all samples in one array; "text": one str; "image": a list of the pixels
+            of finished pictures; others: the list of chunks.
         failed: message of the error with which the request failed; "" if it did not fail.
     """
 
@@ -193,8 +204,13 @@ class Replica:
     """One simulated replica: its inbox, the generators of its requests and streams, and exported hidden states.
 
     Args:
+        stage: the generator function that simulates the stage.
         address: unique among all replicas and their restarts.
-        stores: hidden states of all replicas.
+        stores: hidden states of all replicas; this replica stores its own under `address`.
+
+    Attributes:
+        inbox: effects of the request machine that `read` has not processed yet.
+        running: input and generator of each request or stream, by engine id of the request or id of the stream.
     """
 
     def __init__(self, stage: Stage, address: str, stores: Stores) -> None:
@@ -252,6 +268,7 @@ class Replica:
         With `Open.group`, run 1 to `group` steps, and join their replies as the engine does.
 
         Args:
+            key: key of the request or stream in `running`.
             refuse: replace the reply by an error.
         """
         work, replies = self.running[key]
@@ -276,7 +293,7 @@ class Replica:
         return work.engine_id, reply
 
     def _export(self, engine_id: str, values: Sequence[Any]) -> HiddenStatesChunkReady | None:
-        """Store hidden states of a request; return their location, or None if they were freed already."""
+        """Store hidden states of a request; return the message with their location, or None if it was freed already."""
         known = self._exports.get(engine_id)
         if known is None:
             name = f"{next(self._numbers)}/{engine_id}"
@@ -295,7 +312,17 @@ class Replica:
 
 
 class World:
-    """A request machine and simulated replicas that execute its effects, one step of one request at a time."""
+    """A request machine (`orchestrator.machine.RequestMachine`) and simulated replicas that execute its effects.
+
+    One step of one request is run at a time.
+
+    Args:
+        make_flow: returns a new flow for each request.
+        stages: generator function by stage.
+        options: options of all requests.
+        requests: number of concurrent requests.
+        order: chooses the request that makes the next step.
+    """
 
     def __init__(
         self,
@@ -331,7 +358,12 @@ class World:
         }
 
     def run(self, disturbance: Disturbance, stage: str, at: int) -> None:
-        """Run all requests to their end, with a disturbance of `stage` at step `at`; check the state at the end."""
+        """Run all requests to their end, with one of `DISTURBANCES` or none; check the state at the end.
+
+        Args:
+            stage: the stage whose replica dies, freezes or refuses.
+            at: the number of steps, of all replicas together, before the disturbance.
+        """
         for name in self._stages:
             for index in range(2 if disturbance in ("kill", "freeze") else 1):
                 self._up(ReplicaId(name, index))
@@ -360,7 +392,10 @@ class World:
     # -- disturbances --------------------------------------------------------------------------------------------
 
     def _disturb(self, disturbance: Disturbance, stage: str) -> Callable[[], None]:
-        """Apply a disturbance; return its second half, which is called when no request makes progress any more."""
+        """Apply a disturbance; return the function to call when no request makes progress any more.
+
+        That function starts the lost replica again for "restart" and "freeze", and does nothing for the others.
+        """
         if disturbance == "abort":
             self._handle(m.Aborted("request 0"))
         elif disturbance == "refuse":
@@ -473,7 +508,7 @@ def _joined(one: Reply, other: Reply) -> Reply | None:
 
 
 def _outputs(chunks: Sequence[OutputChunk]) -> dict[str, Any]:
-    """Return the outputs by modality, independent of chunk boundaries."""
+    """Join the chunks of an answer; return the outputs by modality (`Answer.outputs`)."""
     outputs: dict[str, Any] = {}
     for chunk in chunks:
         match chunk:
@@ -508,7 +543,7 @@ def write_byte_tokenizer(
     """Write a tokenizer whose tokens are bytes to a checkpoint's directory; return the size of its vocabulary.
 
     Args:
-        special_tokens: marks of the beginning and the end of a text; the last two ids.
+        special_tokens: tokens for the beginning and the end of a text, which get the last two ids.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,7 @@ HIDDEN = "***"
 
 
 def name_process(name: str, words: Sequence[str] = ()) -> None:
-    """Overwrite this process's command line. Processes that are forked from it inherit the command line.
+    """Replace this process's command line, which `ps` shows, by `vllm-omni NAME WORDS`. Forked processes inherit it.
 
     Args:
         name: role of the process, e.g. `head` or `talker/0`.

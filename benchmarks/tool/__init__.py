@@ -1,1 +1,1 @@
-"""The benchmarks as one program: their descriptions, their results, and the pages of the results."""
+"""`python -m benchmarks`: runs the programs in `benchmarks/`, and writes their results as JSON, HTML and Markdown."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...] [--json FILE] [--html FILE] [--markdown FILE]`."""
+"""The command line `python -m benchmarks [NAME ...] [--json FILE] [--html FILE] [--markdown FILE]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ class BadName(ValueError):
 
 
 def chosen(names: Sequence[str]) -> list[ModuleType]:
-    """Return the named benchmarks, each once; without names, all."""
+    """Return the modules (`benchmarks.tool.suite`) of the named benchmarks, each once; without names, of all.
+
+    Raises:
+        BadName: there is no benchmark of a name.
+    """
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], BENCHMARKS, 1)
@@ -43,7 +47,7 @@ def missing(module: ModuleType, where: Environment) -> str | None:
 
 
 def one(module: ModuleType, options: Options) -> Result:
-    """Run one benchmark; a program that fails is a result too, so the others still run."""
+    """Run one benchmark; return its result, with `failed` set if its program has failed, so that others still run."""
     began = time.monotonic()
     try:
         result: Result = module.run(options)
@@ -54,9 +58,11 @@ def one(module: ModuleType, options: Options) -> Result:
 
 
 def measure(names: Sequence[str], options: Options, keep: Callable[[Report], None] = lambda report: None) -> Report:
-    """Run benchmarks one after the other; `keep` receives the report after each, as a run of all takes long.
+    """Run benchmarks one after the other, and return the report.
 
-    Named benchmarks also run on a machine with too little memory.
+    Args:
+        names: benchmarks to run, also on a machine with too little memory; empty: all that fit the machine.
+        keep: called with the report after each benchmark, because a run of all takes long.
     """
     modules, where = chosen(names), environment()
     report = Report(where, options.model, options.quick)
@@ -83,7 +89,7 @@ def listed() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of all options."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs benchmarks, and writes pages.")
     made.add_argument("names", nargs="*", metavar="NAME", help="default: all that fit this machine")
     made.add_argument("--list", action="store_true", help="say what there is")
@@ -97,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report_of(args: argparse.Namespace) -> Report:
-    """Return the report from a file, or measure it now."""
+    """Return the report in the file of `--from`; without `--from`, run the benchmarks and return their report."""
     if args.source is None:
         return measure(args.names, Options(args.model, args.quick), lambda report: write_json(args, report))
     if args.names:
@@ -117,14 +123,18 @@ def write_json(args: argparse.Namespace, report: Report) -> None:
 
 
 def check_targets(args: argparse.Namespace) -> None:
-    """Raise BadReport if a folder is missing, before a run that takes long."""
+    """Raise BadReport if the folder of an output file does not exist; called before a run, which takes long."""
     for path in (args.json, args.html, args.markdown):
         if path is not None and not path.absolute().parent.is_dir():
             raise BadReport(f"{path}: there is no folder {path.parent}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0, 1 if a benchmark failed, 2 for bad options."""
+    """Run benchmarks, or read a report, and write the pages.
+
+    Returns:
+        The exit status: 0, 1 if a benchmark failed, 2 for bad options.
+    """
     args = parser().parse_args(argv)
     if args.list:
         print(listed())

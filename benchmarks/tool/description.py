@@ -1,4 +1,4 @@
-"""The description of a benchmark, and the start of its program."""
+"""The description of a benchmark, and the function that runs its program."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ TAIL_LINES = 15
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The description of a benchmark: its subject and its baseline.
+    """The description of a benchmark.
 
     Args:
-        quick, full: sizes of the work, by option of the program without its dashes.
+        compares: what is measured, as text.
+        baseline: what the figures are compared with, as text.
+        quick, full: sizes of the work with and without `--quick`: option of the program without its dashes -> value.
         memory_gib: least memory of the machine.
         cannot_show: one sentence about facts that the figures do not show.
     """
@@ -36,7 +38,7 @@ class Description(msgspec.Struct, frozen=True):
     cannot_show: str
 
     def sizes(self, options: Options) -> Mapping[str, Any]:
-        """Return the sizes of this run."""
+        """Return the sizes of a run: `quick` or `full`."""
         return self.quick if options.quick else self.full
 
 
@@ -52,7 +54,7 @@ class ProgramFailed(RuntimeError):
 
 
 def words(sizes: Mapping[str, Any]) -> list[str]:
-    """Return the sizes as flags."""
+    """Return the sizes as flags of a program, e.g. ["--rounds", "3"] for {"rounds": 3}."""
     made = []
     for name, value in sizes.items():
         many = value if isinstance(value, (list, tuple)) else [value]
@@ -61,7 +63,11 @@ def words(sizes: Mapping[str, Any]) -> list[str]:
 
 
 def program(file: str, options: Options, sizes: Mapping[str, Any]) -> Any:
-    """Run a program of `PROGRAMS`; return the data that it wrote with `--json`."""
+    """Run a program in the folder `PROGRAMS`; return the data that it wrote with `--json`.
+
+    Raises:
+        ProgramFailed: the program has failed, or has written no data.
+    """
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
         out, log = Path(folder, "out.json"), Path(folder, "log")
         model = [] if options.model is None else [options.model]

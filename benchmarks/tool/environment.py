@@ -20,7 +20,7 @@ LOOK_S = 2.0
 
 
 def version(*names: str) -> str:
-    """Return name and version of the first installed distribution."""
+    """Return "NAME VERSION" of the first of these distributions that is installed; "unknown" if none is."""
     for name in names:
         try:
             return f"{name} {metadata.version(name)}"
@@ -30,7 +30,7 @@ def version(*names: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a mark if files differ from it."""
+    """Return the commit of this checkout, with "-dirty" at the end if files differ from it; "unknown" without git."""
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         found = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -40,7 +40,7 @@ def commit() -> str:
 
 
 def processor() -> str:
-    """Return the CPU's name from Linux."""
+    """Return the name of the CPU from /proc/cpuinfo, else that of the architecture."""
     table = Path("/proc/cpuinfo")
     lines = table.read_text(encoding="utf-8").splitlines() if table.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -48,7 +48,7 @@ def processor() -> str:
 
 
 def accelerator() -> str:
-    """Return the devices' names; vLLM is not imported, as it takes seconds and memory."""
+    """Return the names of the GPUs from `nvidia-smi`; "none" without. vLLM is not imported, as it takes seconds."""
     try:
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
@@ -59,7 +59,7 @@ def accelerator() -> str:
 
 
 def busy() -> float:
-    """Return the share of all cores that is in use during `LOOK_S`."""
+    """Return the share of all cores that is in use, 0 to 1, measured for `LOOK_S` seconds."""
     return round(psutil.cpu_percent(LOOK_S) / 100, 3)
 
 

@@ -1,4 +1,4 @@
-"""Numbers as text; the same on every page."""
+"""Formats numbers and the environment of a run for the HTML page and the Markdown page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BUSY = 0.1
 
 
 def number(value: float) -> str:
-    """Return three significant digits; whole numbers from 100 on."""
+    """Return a number as text: three significant digits, or a whole number from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the median; of several values smallest and largest; of many, the 99th percentile too."""
+    """Return text with the median; for several values also the smallest and largest, from `MANY` on also the p99."""
     middle = number(statistics.median(values))
     if len(values) == 1:
         return middle
@@ -27,7 +27,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def ratio(each: Comparison) -> str:
-    """Return the ratio of the medians, with the extremes of the pairs."""
+    """Return text with the ratio of the medians, and for paired samples the smallest and largest ratio of a pair."""
     if each.ratio is None:
         return "none, the baseline is 0"
     pairs = f" ({min(each.ratios):.2f} to {max(each.ratios):.2f})" if len(each.ratios) > 1 else ""
@@ -35,7 +35,7 @@ def ratio(each: Comparison) -> str:
 
 
 def where(environment: Environment) -> list[tuple[str, str]]:
-    """Return names and values of an environment."""
+    """Return (name, value) rows that describe an environment."""
     return [
         ("measured", environment.time),
         ("this package", f"{environment.package}, commit {environment.commit}"),

@@ -1,4 +1,4 @@
-"""A run as one HTML page without other files."""
+"""Writes the report of a run as one HTML page that needs no other files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ svg{width:100%;height:auto;font-size:12px}pre{background:#f4f4f4;padding:1rem;ov
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table of text cells."""
+    """Return an HTML table of text cells; no head row if `head` is empty."""
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in head)] if head else []
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def row(each: Comparison) -> tuple[str, ...]:
-    """Return a row of the table of figures."""
+    """Return the cells of a comparison: what, measured, baseline, ratio, and whether more or less is better."""
     better = "more" if each.more_is_better else "less"
     subject, baseline = (
         f"{name}: {figures.spread(values)}"
@@ -33,7 +33,7 @@ def row(each: Comparison) -> tuple[str, ...]:
 
 
 def section(result: Result) -> Iterator[str]:
-    """Yield the section of one benchmark."""
+    """Yield the HTML lines of the section of one benchmark."""
     yield f"<h2>{escape(result.name)}</h2>"
     known = BENCHMARKS.get(result.name)
     if known is not None:
@@ -59,7 +59,7 @@ def warnings(report: Report) -> Iterator[str]:
 
 
 def page(report: Report) -> str:
-    """Return the whole page."""
+    """Return the whole HTML page."""
     parts = [f"<p class=warning>{escape(line)}</p>" for line in warnings(report)]
     if report.environment is not None:
         model = [("model", report.model or "a tiny random checkpoint")]

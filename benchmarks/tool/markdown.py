@@ -1,4 +1,4 @@
-"""A run as a page of docs/."""
+"""Writes the report of a run as the Markdown page docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOTHING = """No run of the whole program on a quiet machine is stored yet. Earli
 
 
 def cells(*words: str) -> str:
-    """Return a row of a table."""
+    """Return a row of a Markdown table."""
     return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
 
 
 def table(result: Result) -> Iterator[str]:
-    """Yield the table of one benchmark."""
+    """Yield the lines of the table of one benchmark."""
     yield cells("what", "measured", "baseline", "ratio", "better")
     yield "|---|---|---|---|---|"
     for each in result.comparisons:
@@ -36,7 +36,7 @@ def table(result: Result) -> Iterator[str]:
 
 
 def figures(report: Report) -> str:
-    """Return the tables of all benchmarks."""
+    """Return the tables of all benchmarks of a report, with the reasons of those that failed or did not run."""
     lines = []
     for result in report.results:
         lines += [f"### {result.name}", ""]
@@ -48,7 +48,7 @@ def figures(report: Report) -> str:
 
 
 def measured(report: Report) -> Iterator[str]:
-    """Yield the section with the environment and the figures."""
+    """Yield the lines of the section with the environment and the figures."""
     yield "## Measured\n"
     if not report.results or report.environment is None:
         yield NOTHING + "\n"
@@ -62,7 +62,7 @@ def measured(report: Report) -> Iterator[str]:
 
 
 def compared() -> Iterator[str]:
-    """Yield the table of all benchmarks with their limits."""
+    """Yield the lines of the table of all benchmarks: what each compares, its baseline, and what it does not show."""
     yield "## What is compared, and what it does not show\n"
     yield cells("name", "what", "baseline", "what it does not show")
     yield "|---|---|---|---|"
@@ -73,6 +73,6 @@ def compared() -> Iterator[str]:
 
 
 def page(report: Report) -> str:
-    """Return the whole page; its fixed part is in `others.md`."""
+    """Return the whole Markdown page; its fixed part is the file `others.md`."""
     others = Path(__file__).with_name("others.md").read_text(encoding="utf-8")
     return "\n".join([HEAD, *measured(report), *compared(), others.rstrip("\n")]) + "\n"

@@ -1,4 +1,4 @@
-"""The results of a run of the benchmarks: raw samples, from which every figure and page is made."""
+"""The results of a run of the benchmarks: raw samples, from which all figures and pages are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEMA = 1
 DIGITS = 6
 """Stored digits of a number."""
 NUMBERS = re.compile(rb"\[\s*(-?[\d.e+-]+(?:,\s*-?[\d.e+-]+)*)\s*\]")
-"""A list of numbers in JSON."""
+"""Matches a list of numbers in JSON; `encode` writes such a list in one line."""
 
 
 class BadReport(ValueError):
@@ -24,7 +24,7 @@ class Comparison(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Args:
         what: name of the figure, without its unit.
-        subject, baseline: names of the two sides of the comparison.
+        subject, baseline: names of the measured side and of the side with which it is compared.
         samples, baseline_samples: every measured value.
         more_is_better: True for rates, False for times and sizes.
         paired: sample i and baseline sample i were taken one after the other.
@@ -123,7 +123,7 @@ def encode(report: Report) -> bytes:
 
 
 def rounded(value: Any) -> Any:
-    """Return the same with `DIGITS` digits of each number."""
+    """Return JSON data with each float rounded to `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, list):
@@ -132,7 +132,11 @@ def rounded(value: Any) -> Any:
 
 
 def decode(data: bytes) -> Report:
-    """Return the report from JSON; the message of BadReport contains the error."""
+    """Return the report in the JSON of `encode`.
+
+    Raises:
+        BadReport: the data is not a report of this schema.
+    """
     try:
         report = msgspec.json.decode(data, type=Report)
     except msgspec.DecodeError as error:

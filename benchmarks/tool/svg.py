@@ -73,7 +73,12 @@ def distribution(each: Comparison) -> str:
 
 
 def marks(values: Sequence[float], most: float, y: float, color: str) -> list[str]:
-    """Return a dot for each sample; for many samples, bars of a histogram."""
+    """Return a dot for each sample; from `MANY` samples on, the bars of a histogram.
+
+    Args:
+        most: the value at the right end of the axis.
+        y: position of the row.
+    """
     if len(values) < MANY:
         return [dot(place(value, most), y, color) for value in values]
     count = Counter(min(int(BARS * value / most), BARS - 1) if most > 0 else 0 for value in values)
@@ -82,7 +87,7 @@ def marks(values: Sequence[float], most: float, y: float, color: str) -> list[st
 
 
 def bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    """Return the bar of the samples of one range, on the line y."""
+    """Return a bar of a histogram; its lower edge is at y."""
     where = f'x="{x:.1f}" y="{y - height:.1f}" width="{width:.1f}" height="{height:.1f}"'
     return f'<rect {where} fill="{color}" fill-opacity="0.4"/>'
 
@@ -93,5 +98,5 @@ def dot(x: float, y: float, color: str) -> str:
 
 
 def median_line(x: float, y: float, color: str) -> str:
-    """Return the line of the median."""
+    """Return the vertical line that marks a median at x in the row y."""
     return f'<line x1="{x:.1f}" y1="{y - 10:.1f}" x2="{x:.1f}" y2="{y + 10:.1f}" stroke="{color}" stroke-width="2"/>'

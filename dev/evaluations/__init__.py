@@ -1,1 +1,2 @@
-"""Suites for `vllm-omni-ext eval` from public benchmarks, and pictures for the scorers of others. See README.md."""
+"""Makes suites for `vllm-omni-ext eval` from public benchmarks, and draws pictures that public benchmarks' own scorers
+rate. See README.md."""

@@ -38,10 +38,13 @@ class Picture:
 
 
 def geneval(listing: Path, out: Path) -> list[Picture]:
-    """Return the pictures of GenEval (github.com/djghosh13/geneval): OUT/00000/samples/0000.png and metadata.jsonl.
+    """Return the pictures to draw for GenEval (github.com/djghosh13/geneval): OUT/00000/samples/0000.png, ...
+
+    Writes OUT/00000/metadata.jsonl, which GenEval's scorer reads, for each prompt.
 
     Args:
-        listing: `prompts/evaluation_metadata.jsonl`.
+        listing: GenEval's file `prompts/evaluation_metadata.jsonl`, one prompt a line.
+        out: the folder OUT.
     """
     wanted = []
     for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines()):
@@ -54,10 +57,13 @@ def geneval(listing: Path, out: Path) -> list[Picture]:
 
 
 def gedit(folder: Path, out: Path) -> list[Picture]:
-    """Return the pictures of GEdit-Bench (huggingface.co/datasets/stepfun-ai/GEdit-Bench): OUT/TASK/LANGUAGE/KEY.png.
+    """Return the pictures to draw for GEdit-Bench (huggingface.co/datasets/stepfun-ai/GEdit-Bench).
+
+    Their files are OUT/TASK/LANGUAGE/KEY.png. Needs `pip install pyarrow`.
 
     Args:
-        folder: contains the `*.parquet` files; needs `pip install pyarrow`.
+        folder: contains the data set's `*.parquet` files.
+        out: the folder OUT.
     """
     import pyarrow.parquet
 
@@ -66,7 +72,7 @@ def gedit(folder: Path, out: Path) -> list[Picture]:
 
 
 def gedit_rows(rows: Iterable[Mapping[str, Any]], out: Path) -> list[Picture]:
-    """Return the pictures of rows of GEdit-Bench."""
+    """Return the pictures to draw for rows of GEdit-Bench; see `gedit`."""
     wanted = []
     for row in rows:
         file = out / row["task_type"] / row["instruction_language"] / f"{row['key']}.png"
@@ -76,7 +82,12 @@ def gedit_rows(rows: Iterable[Mapping[str, Any]], out: Path) -> list[Picture]:
 
 
 async def draw(wanted: Iterable[Picture], url: str, model: str, at_once: int) -> int:
-    """Draw the missing pictures; return their number."""
+    """Draw the pictures whose files do not exist; return their number.
+
+    Args:
+        url: base URL of the server's OpenAI API.
+        at_once: number of concurrent requests.
+    """
     import openai
 
     missing, turn = [each for each in wanted if not each.file.exists()], asyncio.Semaphore(at_once)

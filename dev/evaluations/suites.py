@@ -21,7 +21,7 @@ ALOUD = "Say exactly the following text, word for word, and nothing else:"
 
 
 def question(text: str, options: Iterable[str]) -> dict[str, str]:
-    """Return the text part of a multiple-choice question; `options` begin with their letters."""
+    """Return a multiple-choice question as the text part of a message; each of `options` begins with its letter."""
     return {"type": "text", "text": "\n".join([text, *options, ONE_LETTER])}
 
 
@@ -60,7 +60,7 @@ def mmsu(folder: Path) -> dict[str, Any]:
 
 
 def mmsu_rows(rows: Iterable[Mapping[str, Any]], sounds: Path) -> dict[str, Any]:
-    """Return rows of MMSU as a suite, and write their sounds."""
+    """Return rows of MMSU as a suite, and write their sounds into the folder `sounds`; see `mmsu`."""
     sounds.mkdir(exist_ok=True)
     items = []
     for row in rows:
@@ -78,7 +78,7 @@ def mmsu_rows(rows: Iterable[Mapping[str, Any]], sounds: Path) -> dict[str, Any]
 def seed_tts(listing: Path) -> dict[str, Any]:
     """Return Seed-TTS-eval (github.com/BytedanceSpeech/seed-tts-eval) as a suite of texts to speak.
 
-    The score is 1 - word error rate; there is no threshold, since published figures are of another recogniser.
+    The score is 1 - word error rate. There is no threshold, since published figures were made with another recogniser.
 
     Args:
         listing: `en/meta.lst`; a line is ID|TEXT OF THE PROMPT|WAV OF THE PROMPT|TEXT. Voices are not cloned.
@@ -90,7 +90,7 @@ def seed_tts(listing: Path) -> dict[str, Any]:
 
 
 def suite(name: str, items: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """Return a suite; the default options request text alone."""
+    """Return a suite for `vllm-omni-ext eval`. `fields` are further keys; the default `options` request only text."""
     return {"name": name, "options": {"modalities": ["text"]}, **fields, "items": items}
 
 
@@ -98,7 +98,7 @@ MAKERS = {"daily-omni": daily_omni, "mmsu": mmsu, "seed-tts": seed_tts}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write a suite."""
+    """Convert a downloaded benchmark to a suite file."""
     parser = argparse.ArgumentParser(prog="python -m dev.evaluations.suites", description=main.__doc__)
     parser.add_argument("benchmark", choices=MAKERS)
     parser.add_argument("source", type=Path)

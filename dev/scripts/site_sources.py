@@ -1,6 +1,6 @@
-"""MkDocs hook: a link to a file or folder outside docs/ leads to a page with its content, below `source/` of the site.
+"""MkDocs hook: links to files and folders outside docs/ lead to pages of the site that show the file or folder.
 
-In the repository these links are relative paths, which work there as they are.
+The hook makes these pages, below `source/` of the site. In the repository the links are relative paths to the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?(\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Rewrite the links of all pages and add the pages that they lead to, and those to which these lead."""
+    """Rewrite the links of all pages, and add a page for each file or folder to which any page links."""
     todo = [DOCS + "/" + file.src_uri for file in files if file.is_documentation_page()]
     texts: dict[str, str] = {}
     while todo:
@@ -37,7 +37,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _linked(path: str, text: str, add: Callable[[str], None]) -> str:
-    """Return the text of a page with links that lead to pages of the site."""
+    """Return the text of a page, with its links to files of the repository changed to links to pages of the site.
+
+    Args:
+        path: path of the page's file in the repository.
+        add: called with the path of each linked file or folder outside docs/.
+    """
 
     def target(match: re.Match[str]) -> str:
         to = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
@@ -52,14 +57,14 @@ def _linked(path: str, text: str, add: Callable[[str], None]) -> str:
 
 
 def _uri(path: str) -> str:
-    """Return the place of a file of the repository below docs/ of the site."""
+    """Return the path, in the site, of the page for a file of the repository."""
     if path.startswith(DOCS + "/"):
         return path.removeprefix(DOCS + "/")
     return f"{SOURCE}/{path}" if path.endswith(".md") else f"{SOURCE}/{path}.md"
 
 
 def _content(path: str) -> str:
-    """Return a file as Markdown: a folder as the list of its files, other files as code."""
+    """Return the Markdown of a page: a folder as a list of its files, a Markdown file as it is, other files as code."""
     file = ROOT / path
     if file.is_dir():
         inside = sorted(each.relative_to(ROOT) for each in file.rglob("*") if each.is_file() and each.suffix != ".pyc")

@@ -52,7 +52,7 @@ class AudioEncoding:
 
 
 class AudioStream(ModalityStream):
-    """Writes the sound of one streamed answer."""
+    """Writes the sound of one streamed chat answer as `delta.audio`."""
 
     def __init__(self, encoding: AudioEncoding) -> None:
         self._encoding = encoding
@@ -63,7 +63,7 @@ class AudioStream(ModalityStream):
         self._note: str | None = None
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
-        """Return a choice with the encoded sound of the chunk; nothing if no encoded bytes are complete."""
+        """Return a list with one choice, which has the encoded sound; empty if the encoder has no bytes to send yet."""
         assert isinstance(chunk, AudioChunk)
         samples = len(chunk.samples)
         self._rate, self._frames, self._note = chunk.sample_rate, frames_of(chunk), chunk.note
@@ -85,15 +85,18 @@ class AudioStream(ModalityStream):
             delta["audio"] = self._audio(transcript=content)
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the choice that ends the sound; it contains `audio.expires_at`."""
+        """Return a list with the choice that ends the sound; its `delta` has `audio.expires_at`."""
         return [self._choice({"audio": {"expires_at": expiry()}}, self._samples)]
 
     def usage(self) -> Mapping[str, int]:
-        """Return the number of codec frames as `audio_tokens`."""
+        """Return {"audio_tokens": number of codec frames so far}."""
         return {"audio_tokens": self._frames}
 
     def _audio(self, **fields: str) -> dict[str, str]:
-        """Return an `audio` delta. Only the first delta has the id, because clients concatenate strings of deltas."""
+        """Return `fields` as the object `delta.audio`, in the first call with the sound's id.
+
+        Clients concatenate the strings of all deltas, so only one delta may have the id.
+        """
         named = {} if self._audio_id is None else {"id": self._audio_id}
         self._audio_id = None
         return named | fields
@@ -111,7 +114,7 @@ class Audio(Modality):
     body_fields = (AUDIO, AUDIO_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[AudioEncoding, Mapping[str, Any]]:
-        """Return the encoding that the body requests, and `audio.voice` as a field for the model."""
+        """Return (encoding that the body requests, {"audio.voice": name} or {} if the body names no voice)."""
         audio = body.get(AUDIO)
         audio = {} if audio is None else audio
         if not isinstance(audio, dict):
@@ -126,7 +129,7 @@ class Audio(Modality):
         return AudioEncoding(format=name, in_content=in_content), fields
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: AudioEncoding, text: str) -> Assembled:
-        """Return the sound as one file with its transcript; an answer without samples keeps its text as content."""
+        """Return the sound as one file in base64, with its transcript; without samples, the text stays in `content`."""
         if not chunks:
             return Assembled(keep_text=True)
         from openai.types.chat.chat_completion_audio import ChatCompletionAudio
@@ -201,7 +204,14 @@ def frames_of(chunk: AudioChunk) -> int:
 
 
 def checked_voice(name: str, voice: Any) -> Any:
-    """Return `voice`. Raises RequestError: it is not a text, e.g. the object that OpenAI uses for custom voices."""
+    """Return `voice`, the name of a voice or None.
+
+    Args:
+        name: path of the field in the body, for the error.
+
+    Raises:
+        RequestError: `voice` is of another type, e.g. the object with which OpenAI's API names a custom voice.
+    """
     if voice is not None and not isinstance(voice, str):
         raise RequestError(f"{name}: must be the name of a voice; custom voices do not exist", parameter=name)
     return voice

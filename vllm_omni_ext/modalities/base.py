@@ -1,4 +1,7 @@
-"""Base class of the output chunks that flows emit, and the interface of modalities. Imports no vLLM and no torch."""
+"""Base class of the output chunks that flows emit (`plugins.flow.Emit`), and the interface of modalities.
+
+Imports no vLLM and no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ TEXT, AUDIO, IMAGE = "text", "audio", "image"
 
 @dataclass(frozen=True, kw_only=True)
 class OutputChunk:
-    """A piece of an answer in one modality.
+    """A piece of an answer in one modality; a flow sends it to the client with `plugins.flow.Emit`.
 
     Attributes:
         modality: name of the modality; set by each subclass.
@@ -39,13 +42,14 @@ class ProgressChunk(OutputChunk):
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """Entries that a modality adds to a whole answer of `/v1/chat/completions`.
+    """Entries that a modality adds to an answer of `/v1/chat/completions` that is not streamed.
 
     Attributes:
         message: merged into `choices[0].message`.
         choice: merged into `choices[0]`.
         usage: merged into `usage.completion_tokens_details`.
-        keep_text: the text stays in `message.content` though it was not requested: the answer would be empty.
+        keep_text: keep the text in `message.content` although the client has not requested text, because the answer
+            has no output of the modality.
     """
 
     message: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +59,10 @@ class Assembled:
 
 
 class ModalityStream:
-    """Writes one modality of one streamed answer. This base class writes nothing, and does not change the text."""
+    """Writes the output of one modality to one streamed answer of `/v1/chat/completions`.
+
+    This base class writes nothing, and does not change the text.
+    """
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
         """Return the choices (objects with a `delta`) for one chunk; empty if there is nothing to send yet.
@@ -65,10 +72,10 @@ class ModalityStream:
         return []
 
     def text(self, delta: dict[str, Any]) -> None:
-        """Change a delta with text in place, e.g. add a transcript."""
+        """Change the `delta` of a choice with text in place before it is sent, e.g. add a transcript."""
 
     def end(self) -> list[dict[str, Any]]:
-        """Return the choices to send after the last chunk."""
+        """Return the choices (objects with a `delta`) to send after the last chunk."""
         return []
 
     def usage(self) -> Mapping[str, int]:
@@ -94,9 +101,12 @@ class Modality:
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[Any, Mapping[str, Any]]:
         """Read the modality's fields of a request body.
 
+        Args:
+            stream: whether the answer is streamed.
+
         Returns:
-            (encoding, passed to `assemble` and `stream`; values of the model's fields inside the modality's object, by
-            their path in the body, e.g. {"audio.voice": "ethan"})
+            (encoding, model fields). The encoding is passed to `assemble` and `stream`. The model fields are request
+            fields of the model inside the modality's object, by their path in the body, e.g. {"audio.voice": "ethan"}.
 
         Raises:
             RequestError: a field is invalid; the error contains its path.
@@ -104,11 +114,17 @@ class Modality:
         return None, {}
 
     async def assemble(self, chunks: Sequence[OutputChunk], encoding: Any, text: str) -> Assembled:
-        """Return the modality's entries of a whole answer. `text` is the answer's text (e.g. the transcript)."""
+        """Return the modality's entries of an answer that is not streamed.
+
+        Args:
+            chunks: all chunks of the modality, in order.
+            encoding: the encoding that `read` has returned.
+            text: the answer's text (e.g. the transcript of its sound).
+        """
         return Assembled()
 
     def stream(self, encoding: Any) -> ModalityStream:
-        """Return the writer for one streamed answer."""
+        """Return the writer for one streamed answer; `encoding` is the encoding that `read` has returned."""
         return ModalityStream()
 
     def offline(self, chunks: Sequence[OutputChunk]) -> Mapping[str, Any]:
@@ -119,4 +135,10 @@ class Modality:
         return {}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record metrics of a chunk that is sent to the client `at` seconds after the request's arrival."""
+        """Record metrics of a chunk that is sent to the client.
+
+        Args:
+            metrics: the `vllm_omni_ext.metrics.Metrics` of the API server.
+            trace: the `observability.request_trace.OutputTrace` of the request and modality.
+            at: seconds since the request's arrival.
+        """

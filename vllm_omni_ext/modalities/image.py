@@ -34,7 +34,13 @@ METRICS = (TIME_TO_FIRST_IMAGE, IMAGES)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoding:
-    """Encoding of an answer's pictures: `quality` (0 to 100) of JPEG and WebP; `in_content` is `IMAGE_IN_CONTENT`."""
+    """Encoding of an answer's pictures.
+
+    Attributes:
+        format: one of `FORMATS`.
+        quality: 0 to 100, for JPEG and WebP.
+        in_content: value of the request field `IMAGE_IN_CONTENT`.
+    """
 
     format: str = PNG
     quality: int = BEST_QUALITY
@@ -57,7 +63,7 @@ async def base64_of(pixels: np.ndarray[Any, Any], encoding: ImageEncoding) -> st
 
 
 async def _part(chunk: ImageChunk, encoding: ImageEncoding) -> dict[str, Any]:
-    """Return the picture as a content part of a message."""
+    """Return the picture as a content part of type "image_url" with a `data:` URL, its index, and its seed if known."""
     url = f"data:image/{encoding.format};base64,{await base64_of(chunk.pixels, encoding)}"
     part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}, "index": chunk.index}
     if chunk.seed is not None:
@@ -66,14 +72,14 @@ async def _part(chunk: ImageChunk, encoding: ImageEncoding) -> dict[str, Any]:
 
 
 class ImageStream(ModalityStream):
-    """Writes the pictures of one streamed answer."""
+    """Writes the pictures of one streamed chat answer as `delta.images`."""
 
     def __init__(self, encoding: ImageEncoding) -> None:
         self._encoding = encoding
         self._images = 0
 
     async def chunk(self, chunk: OutputChunk) -> list[dict[str, Any]]:
-        """Return a choice with the picture; previews have `partial` set."""
+        """Return a list with one choice, which has the picture; the part of a preview has `"partial": True`."""
         assert isinstance(chunk, ImageChunk)
         part = await _part(chunk, self._encoding)
         if chunk.partial:
@@ -85,7 +91,7 @@ class ImageStream(ModalityStream):
         return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def usage(self) -> Mapping[str, int]:
-        """Return the number of finished pictures as `images`."""
+        """Return {"images": number of finished pictures so far}."""
         return {"images": self._images}
 
 
@@ -97,7 +103,7 @@ class Image(Modality):
     body_fields = (IMAGE, IMAGE_IN_CONTENT)
 
     def read(self, body: Mapping[str, Any], *, stream: bool) -> tuple[ImageEncoding, Mapping[str, Any]]:
-        """Return the encoding that the body requests, and the other keys of `image` (e.g. a size) for the model."""
+        """Return (requested encoding, request fields of the model in the object `image`, e.g. {"image.size": ...})."""
         given = body.get(IMAGE)
         given = {} if given is None else given
         if not isinstance(given, dict):

@@ -20,7 +20,7 @@ UNKNOWN_SIZE = 0xFFFFFFFF
 """Length in the header of a streamed WAV file; with this value, players read to the end of the file."""
 
 BASE64_GROUP = 6
-"""Bytes of three 16-bit samples, the least whole samples whose base64 needs no padding."""
+"""Bytes of three 16-bit samples, the smallest number of whole samples whose base64 needs no padding."""
 
 BIT_RATE = 64_000
 """Bits per second of streamed mp3, opus and aac."""
@@ -36,7 +36,7 @@ class Encoding:
 
     Attributes:
         media_type: MIME type.
-        container: libsndfile's name of the file type; "": `SoundStream` encodes whole files too.
+        container: libsndfile's name of the file type, for whole files; "": FFmpeg, or no encoder, writes whole files.
         muxer: FFmpeg's name of the file type, for streamed sound; "": 16-bit samples, which need no encoder.
         codec: FFmpeg's name of the encoder.
         subtype: libsndfile's name of the sample format; None: the default of the file type.
@@ -79,7 +79,11 @@ class SoundStream:
         self._file: _StreamedFile | None = None
 
     def write(self, samples: Samples, rate: int, *, last: bool) -> bytes:
-        """Encode float32 [samples] in [-1, 1] at `rate` Hz, and return the bytes that are complete."""
+        """Encode float32 [samples] in [-1, 1] at `rate` Hz; return the bytes that the encoder has finished so far.
+
+        Args:
+            last: no sound follows; the encoder finishes the file.
+        """
         data = pcm16(samples)
         if not self._encoding.muxer:
             if self._header_due:
@@ -90,7 +94,7 @@ class SoundStream:
         return self._file.write(np.frombuffer(data, "<i2"), last=last)
 
     async def write_aside(self, samples: Samples, rate: int, *, last: bool) -> bytes:
-        """Like `write`, but FFmpeg's encoders run in a thread."""
+        """Do the same as `write` in a thread if FFmpeg encodes, so that the event loop is not blocked."""
         if not self._encoding.muxer:
             return self.write(samples, rate, last=last)
         return await asyncio.to_thread(self.write, samples, rate, last=last)
@@ -112,7 +116,7 @@ class _StreamedFile:
         self._stream = stream
 
     def write(self, samples: Samples, *, last: bool) -> bytes:
-        """Encode int16 [samples], and return the bytes that are complete."""
+        """Encode int16 [samples]; return the bytes that FFmpeg has written since the last call."""
         if len(samples):
             frame = self._frame.from_ndarray(samples[None], format="s16", layout="mono")
             frame.sample_rate, frame.pts = self._rate, self._written
@@ -128,7 +132,7 @@ class _StreamedFile:
 
 
 class _Appended:
-    """Output file for FFmpeg that cannot seek: it only appends to a buffer."""
+    """Output file for FFmpeg that appends to a buffer. It has no `seek`, so FFmpeg never changes written bytes."""
 
     def __init__(self, due: bytearray) -> None:
         self._due = due
@@ -151,7 +155,7 @@ def encode(samples: Samples, rate: int, encoding: Encoding) -> bytes:
 
 
 async def encode_aside(samples: Samples, rate: int, encoding: Encoding) -> bytes:
-    """Like `encode`, but in a thread, for callers in an event loop."""
+    """Run `encode` in a thread, for callers in an event loop."""
     return await asyncio.to_thread(encode, samples, rate, encoding)
 
 
@@ -168,7 +172,7 @@ def pcm16(samples: Samples) -> bytes:
 
 
 def wav_stream_header(rate: int) -> bytes:
-    """Return the header of a WAV file of unknown length, before the bytes of `pcm16`."""
+    """Return the header of a WAV file (mono, 16 bits) of unknown length; the bytes of `pcm16` follow it."""
     block = CHANNELS * SAMPLE_BYTES
     layout = struct.pack("<IHHIIHH", 16, 1, CHANNELS, rate, rate * block, block, 8 * SAMPLE_BYTES)
     size = struct.pack("<I", UNKNOWN_SIZE)

@@ -21,9 +21,14 @@ ENGINE = "engine"
 class EngineNumbers:
     """Numbers of all replicas, also of replicas that may join later, for the label `engine` of vLLM's metrics.
 
-    The numbers depend only on the plan and the replica's name, so all API servers use the same numbers. The planned
-    replicas have the first numbers, with the frontend's before the others' as in vLLM. The replicas that join have the
-    following numbers, in rounds of one number for each stage.
+    The numbers depend only on the arguments and the replica's id, so all API servers use the same numbers. The P
+    planned replicas have the numbers 0 to P - 1, those of the frontend first. The n-th replica that joins stage s of S
+    stages (n and s from 0) has the number P + n * S + s.
+
+    Args:
+        frontend: name of the frontend stage.
+        stages: names of all stages.
+        planned: replicas that are started with the deployment.
     """
 
     def __init__(self, frontend: str, stages: Sequence[str], planned: Sequence[ReplicaId]) -> None:
@@ -35,6 +40,7 @@ class EngineNumbers:
         }
 
     def of(self, replica: ReplicaId) -> int:
+        """Return the number of a replica."""
         if replica in self._numbers:
             return self._numbers[replica]
         turn = replica.index - self._first_to_join[replica.stage]
@@ -42,9 +48,9 @@ class EngineNumbers:
 
 
 class ReplicaLabels:
-    """Collector that adds the labels `stage` and `replica` to vLLM's metrics with the label `engine`.
+    """Prometheus collector that adds the labels `stage` and `replica` to vLLM's metrics with the label `engine`.
 
-    The metric `REPLICA_INFO` maps each `engine` to its replica. If vLLM has set a label `stage`, it is not changed.
+    The metric `REPLICA_INFO` maps each value of `engine` to a replica. A label `stage` of vLLM's own is not changed.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -69,13 +75,15 @@ class ReplicaLabels:
 class ReplicaStats:
     """Records vLLM's statistics of all replicas; replaces the `StatLoggerManager` that `AsyncLLM` creates.
 
-    One StatLoggerManager serves the planned replicas, and one each replica that joins later. The loggers of a later one
-    replace the earlier ones in the process's registry, but not in the metric files that API servers share.
+    One StatLoggerManager serves all planned replicas, and each replica that joins later gets a StatLoggerManager of its
+    own. The loggers of the newest manager replace the older ones in the process's registry, but not in the metric files
+    that API servers share.
 
     Args:
         config: the frontend's config, which names the model.
         replicas: configs of the connected replicas.
-        planned: the replicas of the plan, connected or not.
+        planned: the replicas that are started with the deployment, connected or not.
+        client_count: number of API servers.
         replaces: whether this API server replaces an ended one. If so, it does not set all replicas to awake at its
             start as vLLM does, because the values that the other API servers wrote last are valid.
     """
@@ -126,7 +134,10 @@ class ReplicaStats:
         self._cache_info[number].set(1)
 
     def joined(self, replica: ReplicaId, config: VllmConfig) -> None:
-        """Add a connected replica, and set it to awake: its process is new, and a former process may have slept."""
+        """Add a replica that has connected after the start, and set its sleep state to awake.
+
+        Its process is new, and an earlier process of the same replica may have been asleep.
+        """
         self.add(replica, config)
         self.note_sleep([replica], None)
 
@@ -170,13 +181,14 @@ class ReplicaStats:
 class ReplicaLogger(PrometheusStatLogger):
     """vLLM's Prometheus logger, adapted to gauges that several API servers write.
 
-    For `StepTokens`, only values that a step has changed are written, because each write takes time in every step.
+    A step of a stage other than the frontend has statistics of type `StepTokens`. For these, only values that the step
+    has changed are written, because each write takes time.
     """
 
     _gauge_cls = StepGauge
     stats: ClassVar[ReplicaStats]
     alone: ClassVar[bool]
-    """Whether this is the only process that sets the gauges."""
+    """Whether this process is the only one that sets the gauges, i.e. the only API server."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         super().__init__(vllm_config, engine_indexes)
@@ -189,7 +201,7 @@ class ReplicaLogger(PrometheusStatLogger):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Record the statistics of one step."""
+        """Record the statistics of one step of the engine with the number `engine_idx`."""
         if not isinstance(iteration_stats, StepTokens):
             self._shown.reset(engine_idx)
             self._record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
@@ -221,7 +233,10 @@ class ReplicaLogger(PrometheusStatLogger):
 
 
 class NoSeries(PrometheusStatLogger):
-    """Logger without time series. Replaces `AsyncLLM`'s logger, whose values would stay in the shared metric files."""
+    """Logger without time series, passed to `AsyncLLM`'s constructor instead of vLLM's logger.
+
+    `ReplicaStats` creates the real loggers afterwards. Values of vLLM's logger would stay in the shared metric files.
+    """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         pass
@@ -243,7 +258,8 @@ def adds_to_counters(stats: SchedulerStats) -> bool:
 class StepTokens(IterationStats):
     """Statistics of a step with only `num_generation_tokens`; all other fields have vLLM's initial values.
 
-    vLLM's constructor creates eight objects that most steps do not read. Here the first access creates them.
+    vLLM's constructor creates eight objects that most steps do not read. This class creates them at the first access to
+    one of them.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -258,5 +274,8 @@ class StepTokens(IterationStats):
 
 
 def tokens_of(outputs: EngineCoreOutputs) -> StepTokens:
-    """Return the number of tokens (for a codec stage: frames) of one step, for stages without an output processor."""
+    """Return statistics with the number of tokens (for a codec stage: frames) of one step.
+
+    Used for all stages but the frontend, for which vLLM's output processor makes the statistics.
+    """
     return StepTokens(sum(len(output.new_token_ids) for output in outputs.outputs))

@@ -29,24 +29,29 @@ GONE_WITH_REPLICA = (
     m.REPLICA_IN_FLIGHT,
     m.REPLICA_HEARTBEAT,
 )
-"""Metrics that are removed together with a replica. Counters are not removed: sums over replicas must not decrease."""
+"""Metrics whose time series are removed together with a replica.
+
+Counters are not removed, because sums over replicas must not decrease.
+"""
 
 ID_BYTES = 4
 """Bytes that are counted for one token id or codec id in a transfer between stages."""
 
 KV_FAILURE_COLUMNS = {"send": "num_failed_transfers", "receive": "num_failed_recvs", "expired": "num_kv_expired_reqs"}
-"""vLLM's counter of a KV connector by the kind of failure in the metric `KV_FAILURES`."""
+"""Kind of failure in the metric `KV_FAILURES` -> key in the statistics of vLLM's KV connectors."""
 
 NS = 1_000_000_000
 
 
 class Observer(RequestObserver):
-    """Records the events of one API server.
+    """Records the events of one API server. Its public methods without docstrings are those of `RequestObserver`.
 
     Args:
+        metrics: the metrics to write.
         frontend: name of the stage whose tokens are vLLM's text output.
         replicas: the replicas that are up at the start.
-        alone: no other API server sets the same gauges.
+        modalities: modalities by name, whose `observe` records the chunks of answers.
+        alone: this is the only API server, so no other process sets the same gauges.
         spans: emit OpenTelemetry spans.
         clock: monotonic clock in seconds.
     """
@@ -77,12 +82,12 @@ class Observer(RequestObserver):
 
     @classmethod
     def unseen(cls, frontend: str, replicas: Iterable[ReplicaId]) -> Observer:
-        """Return an observer whose metrics are not exported."""
+        """Return an observer whose metrics are in a registry of its own, which `/metrics` does not export."""
         return cls(Metrics("", CollectorRegistry()), frontend=frontend, replicas=replicas)
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics that this observer writes; other classes of the API server add theirs."""
+        """The metrics that this observer writes; other classes of the API server add metrics to them."""
         return self._metrics
 
     # -- replicas -----------------------------------------------------------------------------------------------
@@ -97,18 +102,24 @@ class Observer(RequestObserver):
         self.loaded(replica, SchedulerStats())
 
     def replica_down(self, replica: ReplicaId) -> None:
-        """Record that a replica is down: it has no requests any more."""
+        """Record that a replica is down, and set its numbers of requests to 0."""
         self._of(m.REPLICA_UP, replica).set(0)
         self.loaded(replica, SchedulerStats())
         self.bound(replica, 0)
 
     def continue_restarts(self) -> None:
-        """Read the restart counts that the replaced API server has written to the shared metric files."""
+        """Read the restart counts of replicas from the shared metric files.
+
+        Called in an API server that replaces an ended one. The ended one has written the counts.
+        """
         counts = self._metrics.shared_counts(m.REPLICA_RESTARTS)
         self._restarts = {ReplicaId.parse(replica): int(count) for (_, replica), count in counts.items()}
 
     def restarted(self, replica: ReplicaId, total: int) -> None:
-        """Increase a replica's restart counter to `total`. Only one API server calls this: counters are summed."""
+        """Increase a replica's restart counter to `total`.
+
+        Only one API server may call this, because `/metrics` sums the counters of all API servers.
+        """
         counted = self._restarts.get(replica, 0)
         self._restarts[replica] = max(counted, total)
         self._of(m.REPLICA_RESTARTS, replica).inc(self._restarts[replica] - counted)
@@ -118,7 +129,7 @@ class Observer(RequestObserver):
         self._of(m.REPLICA_HEARTBEAT, replica).set(time.time())
 
     def viewed(self, age_s: float) -> None:
-        """Record the age, in seconds, of the latest view (states of all replicas) from the coordinator."""
+        """Record the age, in seconds, of the coordinator's latest view, a message with the states of all replicas."""
         self._metrics.of(m.COORDINATOR_VIEW).set(time.time() - age_s)
 
     def name_engine(self, number: int, replica: ReplicaId) -> None:
@@ -126,11 +137,14 @@ class Observer(RequestObserver):
         self._metrics.of(m.REPLICA_INFO, str(number), replica.stage, str(replica)).set(1)
 
     def decided(self, replica: ReplicaId, why: Why) -> None:
-        """Count a routing decision for a replica, by its reason."""
+        """Count a request that was bound to a replica, by the reason of the choice (see `pool.stage_pool.Why`)."""
         self._of(m.ROUTING_DECISIONS, replica, why).inc()
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """Remove the metrics of a removed replica; overwrite values in files that several processes share."""
+        """Remove the time series of a replica that has left the deployment.
+
+        If processes share metric files, nothing can be removed: the values are then 0, and NaN for the heartbeat.
+        """
         if replica in self.loads:
             self.replica_down(replica)
         self._of(m.REPLICA_HEARTBEAT, replica).set(math.nan)
@@ -140,7 +154,10 @@ class Observer(RequestObserver):
         self.loads.pop(replica, None)
 
     def loaded(self, replica: ReplicaId, stats: SchedulerStats) -> None:
-        """Record a replica's scheduler statistics after a step. `step_counter` is the step's time (`ReplicaAgent`)."""
+        """Record a replica's scheduler statistics after a step.
+
+        `stats.step_counter` is the time of the step in Unix ns; `engine.agent.with_agent` sets it in the replica.
+        """
         load = stats.num_running_reqs, stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self.loads[replica] = load
         if self._shown.due(replica, load, busy=load[0] > 0):
@@ -151,7 +168,11 @@ class Observer(RequestObserver):
             self._transferred(replica, stats.kv_connector_stats)
 
     def _transferred(self, replica: ReplicaId, columns: Mapping[str, Any]) -> None:
-        """Record a KV connector's transfers and failures since the last call; each list has one entry per event."""
+        """Record the transfers and failures of a replica's KV connector since its last report.
+
+        Args:
+            columns: vLLM's statistics of the connector by name; each value is a list with one entry per event.
+        """
         self._of(m.KV_BYTES, replica).inc(sum(columns.get("bytes_transferred", ())))
         for seconds in columns.get("transfer_duration", ()):
             self._metrics.of(m.KV_TRANSFER, replica.stage).observe(seconds)
@@ -292,7 +313,11 @@ def _attributes(trace: RequestTrace, stage: str, timing: StageTiming) -> dict[st
 
 
 def payload_bytes(payload: Any) -> int:
-    """Return the bytes of a transfer between stages: the size of tensors and bytes, 4 per id, 0 for flags and names."""
+    """Return the size in bytes of a message between stages: 4 for each integer, 0 for bool and str, else all bytes.
+
+    Args:
+        payload: a message of a plugin (`msgspec.Struct`), a list of token ids, or a value inside one of these.
+    """
     match payload:
         case bool() | str() | None:
             return 0

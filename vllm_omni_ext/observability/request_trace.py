@@ -1,4 +1,7 @@
-"""Times and transfer sizes of one request in each stage. Times are seconds since its arrival unless stated else."""
+"""Times and transfer sizes of one request in each stage.
+
+Times are seconds since the request's arrival, unless a docstring states another unit or start.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,13 @@ class StageTiming:
 
 @dataclass(slots=True)
 class HandOver:
-    """Data that one request has sent over one edge between stages. `size` is in bytes; a token id counts 4."""
+    """Data that one request has sent from one stage to another.
+
+    Attributes:
+        first, last: times of the first and the latest message.
+        chunks: number of messages.
+        size: bytes of all messages; a token id counts 4.
+    """
 
     first: float
     last: float = 0.0
@@ -65,6 +74,9 @@ class RequestTrace:
         request_id: the id of the request at the client's API.
         started: monotonic clock at arrival, seconds.
         arrival: Unix time at arrival, seconds.
+        trace_headers: the client's OpenTelemetry headers; None without.
+        stages: times in each stage to which the request was sent, by stage.
+        handovers: data sent between stages, by (source stage, target stage).
         outputs: outputs with at least one chunk, by modality.
         steps: number of steps that each stage has reported as completed, by stage.
         outcome: how the request ended; None while it runs.
@@ -88,7 +100,11 @@ class RequestTrace:
 
 
 def as_metrics(record: RequestTrace) -> dict[str, Any]:
-    """Return the `metrics` object of a response: the times in each stage, the transfers, and the outputs."""
+    """Return the `metrics` object of a response as JSON data.
+
+    Its keys are `request_id`, `arrival_unix_s`, `stages` (times by stage), `handovers` (a list of transfers between
+    stages), and the name of each modality of the answer.
+    """
     stages = {
         stage: {
             "replica": str(timing.replica),

@@ -31,7 +31,13 @@ _ENDS = (ast.Return, ast.Raise, ast.Break, ast.Continue)
 
 @dataclass(frozen=True)
 class Difference:
-    """The comparison of one symbol in two vLLM versions; `diff` is the unified diff of its source."""
+    """The comparison of one symbol in two vLLM versions.
+
+    Attributes:
+        target: the symbol, e.g. "vllm.entrypoints.llm:LLM.__init__".
+        state: the result of `state_of`, or "gone" if the newer version has no such symbol.
+        diff: unified diff of the symbol's source; "" if `state` is "fits".
+    """
 
     target: str
     state: State
@@ -53,10 +59,11 @@ def differences(targets: Iterable[str], old: VllmSource, new: VllmSource) -> lis
 
 
 def state_of(was: str, now: str) -> State:
-    """Compare the texts of a definition in an older (`was`) and a newer version (`now`), and return the state.
+    """Compare the source of a definition in an older (`was`) and a newer version (`now`), and return the state.
 
-    "additions only": the newer text contains all old statements in their order, new parameters and fields have
-    defaults, and a class has no new abstract methods.
+    "fits": the syntax trees are equal without docstrings and comments. "additions only": the newer source contains all
+    old statements in their order, new parameters and fields have defaults, and a class has no new abstract methods.
+    "changed": everything else.
     """
     old, new = _parse(was), _parse(now)
     if ast.dump(old) == ast.dump(new):
@@ -79,7 +86,7 @@ def other_vllm(wanted: str, folder: Path) -> VllmSource:
 
 
 def _parse(code: str) -> ast.Module:
-    """Return the syntax tree without docstrings, `pass` and `...`. An indented text is parsed as a block."""
+    """Return the syntax tree of a definition without docstrings, `pass` and `...`; its source may be indented."""
     tree = ast.parse(f"if 1:\n{code}" if code[:1].isspace() else code)
     for node in ast.walk(tree):
         for block in _BLOCKS:
@@ -142,14 +149,14 @@ def _adds_parameters(old: ast.arguments, new: ast.arguments) -> bool:
 
 
 def _positional(arguments: ast.arguments) -> list[tuple[str, str]]:
-    """Return each positional parameter with its default; "" without a default."""
+    """Return (parameter, default) for each positional parameter, as dumped syntax trees; "" without a default."""
     names = [f"{_text(each)} /" for each in arguments.posonlyargs] + [_text(each) for each in arguments.args]
     without = len(names) - len(arguments.defaults)
     return list(zip(names, [""] * without + [_text(each) for each in arguments.defaults], strict=True))
 
 
 def _keywords(arguments: ast.arguments) -> dict[str, str]:
-    """Return the defaults of the keyword-only parameters by name; "" without a default."""
+    """Return parameter -> default for the keyword-only parameters, as dumped syntax trees; "" without a default."""
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     return {_text(each): "" if default is None else _text(default) for each, default in pairs}
 

@@ -1,4 +1,7 @@
-"""Applies patches to vLLM. Imports little, because the start-up hook imports this module in plain vLLM runs too."""
+"""Applies patches to vLLM.
+
+Imports little, because the start-up hook (`boot`) imports this module in runs of vLLM without omni too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Patch:
     Attributes:
         name: short and unique.
         target: e.g. "vllm.entrypoints.llm:LLM.__init__".
-        when: text with the processes that apply the patch.
+        when: text that names the processes in which the patch is applied.
         why: the feature that is impossible without the patch.
         upstream: address of the issue or pull request, or "none: <reason>".
         remove_when: condition under which the patch can be removed.
@@ -50,9 +53,10 @@ def _put(patch: Patch, owner: Any, name: str, replacement: Any) -> None:
 
 
 def apply_on_import(patch: Patch, module: ModuleType) -> None:
-    """Apply a patch to a module that was just imported, without a check: with omni, `compat.activate` checks later.
+    """Apply a patch to a module that was just imported, without a check of the target's code.
 
-    Does nothing if the target is missing, so that an untested vLLM runs as without this package.
+    With omni, `compat.activate` checks the code before a process is started. If the target is missing, this function
+    does nothing, so that an untested vLLM runs as without this package.
     """
     try:
         owner, name = _attribute(patch, module)
@@ -64,7 +68,9 @@ def apply_on_import(patch: Patch, module: ModuleType) -> None:
 
 
 def apply_all(patches: Iterable[Patch]) -> None:
-    """Apply all patches that are not applied yet, or none if one fails. The caller must have checked the targets.
+    """Apply all patches that are not applied yet, or none if one fails.
+
+    The caller must have compared the targets' code with the tested code (`compat.activate`).
 
     Raises:
         IncompatibleVllm: another package has replaced a target.
@@ -83,7 +89,12 @@ def apply_all(patches: Iterable[Patch]) -> None:
 
 
 def _refuse_foreign(patch: Patch, live: Any, module: ModuleType) -> None:
-    """Raise IncompatibleVllm if the function in memory does not come from its module's file, which was checked."""
+    """Raise IncompatibleVllm if another package has replaced the target, i.e. if `live` is not from the module's file.
+
+    Args:
+        live: the current value of the patch's target.
+        module: the module of the target; only its file was compared with the tested code.
+    """
     function = getattr(live, "__func__", live)
     if isinstance(function, FunctionType) and function.__code__.co_filename == module.__file__:
         return

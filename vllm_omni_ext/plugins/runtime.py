@@ -18,18 +18,21 @@ class RequestOptions:
     Attributes:
         modalities: modalities of the answer, e.g. ("text", "audio").
         params: parameters by stage: vLLM `SamplingParams`, or the stage's own type. A missing stage uses its configured
-            parameters. In `plan`, those of a frontend that takes `SamplingParams` are the client's, with the defaults
-            of vLLM and the stage config, for each request that has a prompt for the frontend: the core uses them if
-            the flow opens the frontend without parameters of its own.
-        named: stages whose parameters are in a field of the body with the stage's name.
-        chunks: sizes of successive chunks by edge, or "all", and "adaptive"; known edges and valid sizes only. Missing
-            entries are as configured.
+            parameters. In `plan`, a frontend that takes `SamplingParams` has an entry for each request with a prompt
+            for it: the client's parameters over the defaults of the stage config and of vLLM. The core uses this entry
+            if the flow opens the frontend without `Open.params`.
+        named: stages whose parameters the client has set in a body field with the stage's name. The core refuses the
+            request if its flow does not use such a stage.
+        chunks: chunk sizes of this request; missing entries have the configured values. Name of an edge
+            (`plugins.spec.EdgeSpec.name`) -> sizes of successive chunks, or "all" for one chunk. "adaptive" -> whether
+            a chunk is also limited by the sound that the client has left to play. The core has checked all entries.
         fields: values of the request fields that the plugin declares (`ModelRuntime.fields`), by name; a field that
             the request does not set is missing.
-        in_blocks: the sounds of the prompt are computed in blocks of `Capabilities.sound_block_ms`. Prompts with the
-            same beginning, also within a sound, then share what is cached.
-        ahead_of: the request only computes the beginning of its prompt, up to the last whole block of its last sound,
-            for a later request with an answer of these modalities. None: the request is answered.
+        in_blocks: the encoder computes each sound of the prompt in blocks of `Capabilities.sound_block_ms`, so that a
+            later prompt with the same beginning, which may end within a sound, hits the caches.
+        ahead_of: None: a usual request. Otherwise the request has no answer. It only computes the beginning of its
+            prompt, up to the last whole block of its last sound, so that a later request with an answer of these
+            modalities hits the caches.
     """
 
     modalities: tuple[str, ...]
@@ -49,7 +52,8 @@ class Rendered:
         prompt: token ids with multimodal placeholders expanded; empty if the request has no prompt for the frontend.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
         data: data from an API of the plugin for the plugin's own `plan` (e.g. the ids of a text to be read out).
-        scope: prefix caches share nothing between requests with different scopes (cache salt, LoRA adapter).
+        scope: text made of the request's cache salt and LoRA adapter. Requests with different scopes share no entry of
+            a prefix cache.
         input_tokens: number of tokens of the client's input, for `usage` of the answer; None = all of `prompt`.
     """
 
@@ -67,14 +71,16 @@ class Rendered:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The plan of one request.
+    """The result of `ModelRuntime.plan` for one request.
+
+    A forwarded request is the client's engine request, which the flow sends to the frontend (`plugins.flow.Forward`).
 
     Attributes:
-        flow: the route of the request through the stages.
+        flow: decides for each output of a stage which stage gets the next input (see `plugins.flow`).
         budgets: most tokens that a stage may generate for the request, by stage.
         frontend_args: entries for the `SamplingParams.extra_args` of the forwarded request.
         skip_prefix_cache: the forwarded request must not read the prefix cache (its hidden states must be computed).
-        prompt, features: replace those of the forwarded request; None: they are forwarded as rendered.
+        prompt, features: replace prompt and features of the forwarded request; None: the rendered ones stay.
     """
 
     flow: Flow
@@ -95,8 +101,8 @@ class Capabilities:
         routes: kinds of requests and the stages that each needs, e.g. {"text": {"thinker"}}; `/health` reports each
             kind.
         card: additional entries of the model's object in `/v1/models`, e.g. names of voices.
-        sound_block_ms: length in ms of the blocks of a sound that do not depend on later sound; the runtime then plans
-            requests with `RequestOptions.in_blocks` and `ahead_of`. None: it does not.
+        sound_block_ms: length in ms of blocks in which the encoder can compute a sound, each without the sound after
+            it. `ModelRuntime.plan` then accepts `RequestOptions.in_blocks` and `ahead_of`. None: no such blocks.
     """
 
     modalities: tuple[str, ...]
@@ -114,9 +120,9 @@ class RuntimeContext:
         hf_config: the checkpoint's own Hugging Face config (not a stage's, which may have been overridden).
         pipeline: name of the chosen pipeline.
         frontend: name of the frontend stage.
-        chunks: configured chunk sizes by edge, and "adaptive".
+        chunks: configured chunk sizes, with the keys and values of `RequestOptions.chunks`.
         limits: longest sequence in tokens, by stage.
-        defaults: default parameters by stage: the stage config's over the pipeline's.
+        defaults: default parameters by stage: those of the stage config override those of the pipeline.
         model_config: vLLM's `ModelConfig` of the frontend, e.g. to find the checkpoint's files; None in tests that
             need none.
         processor: vLLM's multimodal processor of the frontend; None without one.
@@ -153,4 +159,7 @@ class ModelRuntime(Protocol):
         """
 
     def decode(self, stage: str, tensor: Any) -> Any:
-        """Return the content of a stage output's tensor. The core decodes its own messages and errors itself."""
+        """Convert the tensor of a stage's output to the value that the flow gets as `plugins.flow.Produced.payload`.
+
+        Not called for tensors with a message or error of the core, which the core decodes itself.
+        """

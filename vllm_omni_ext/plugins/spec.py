@@ -40,7 +40,7 @@ ACCEPTS, EDGES = get_args(Accepts), get_args(EdgeKind)
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """Declaration of one stage of a pipeline; the planner merges the user's settings into it.
+    """Declaration of one stage of a pipeline; the planner (`topology.planner`) merges the user's settings into it.
 
     Attributes:
         name: e.g. "talker".
@@ -99,7 +99,8 @@ class EdgeSpec:
             computes a request's prompt, and the target fetches the KV cache and continues; only the planner makes such
             an edge, for a split frontend (`StageSpec.splittable`).
         name: key of its chunk sizes, or of its connector, in a configuration; "" if it has neither.
-        chunks: default sizes of successive chunks; the last one repeats.
+        chunks: default sizes of successive chunks, e.g. in tokens or codec frames; the last size repeats, and 0
+            is one chunk with everything.
     """
 
     source: str
@@ -131,7 +132,7 @@ class PipelineSpec:
     edges: tuple[EdgeSpec, ...] = ()
 
     def chunks(self) -> dict[str, tuple[int, ...]]:
-        """Return the default chunk sizes by the name of the edge."""
+        """Return the default chunk sizes of the edges that have some: `EdgeSpec.name` -> `EdgeSpec.chunks`."""
         return {edge.name: edge.chunks for edge in self.edges if edge.chunks}
 
     def takes_stock_flags(self, stage: StageSpec) -> bool:
@@ -159,7 +160,7 @@ class ModelFamily:
         pipelines: the first one is the default; `pipeline:` of a stage config chooses another. A family without
             pipelines serves nothing and only writes a `tiny` checkpoint.
         facts: "pkg.mod:attr" of `(hf_config, params by stage, StoredTensors or None) -> ModelFacts`, which returns the
-            sizes of a checkpoint's stages (see `plugins.memory`); "" if there is none.
+            sizes of a checkpoint's stages (see `plugins.memory`); "" if there is no such function.
         runtime: "pkg.mod:attr" of the `plugins.runtime.ModelRuntime` class; imported in API servers only.
         http: "pkg.mod:attr" of the `plugins.http.HttpSurface` class; "" = chat only. Imported in API servers only.
         stage_configs: package with stage configs (`*.yaml`) of the plugin; "" if there are none.

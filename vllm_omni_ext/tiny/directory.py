@@ -1,4 +1,7 @@
-"""Prepares the directory of a tiny checkpoint. A marker file allows a later command to overwrite the checkpoint."""
+"""Prepares the directory of a tiny checkpoint, which `vllm-omni-ext tiny` writes.
+
+A marker file allows a later command to overwrite the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ MARKER = "tiny_checkpoint.json"
 def make_room(path: Path, files: Sequence[str]) -> None:
     """Create the directory, or remove the marker and `files` of an earlier checkpoint from it.
 
+    Args:
+        files: names of all files of a checkpoint.
+
     Raises:
-        ConfigError: the path is a file, or a directory with files that were not written by this command.
+        ConfigError: the path is a file, or a directory that is not empty and has no marker.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path}: is a file; name a directory")

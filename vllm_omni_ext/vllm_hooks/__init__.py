@@ -1,6 +1,7 @@
-"""Imports those names of vLLM whose module or form differs between the supported vLLM versions.
+"""Names of vLLM that are in different modules, or differ in form, in the supported vLLM versions.
 
-`v0_32` and `v0_33` define the same names. All other code imports the names from here and does not test the version.
+The modules `v0_32` and `v0_33` import the same names, each from its vLLM version. All other code imports the names from
+this package, which uses the module of the installed version.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
-    """Compare runs with the same load and the same number of API servers."""
+    """Compare our run and stock vLLM's run of each load and number of API servers.
+
+    Args:
+        found: the figures of each run, as `api_servers.py` writes them (`Run.figures`).
+    """
     runs = {(run["who"], run["kind"], run["servers"]): run for run in found}
     made = []
     for who, kind, servers in runs:
@@ -38,12 +42,12 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
 
 
 def first_ms(run: dict[str, Any]) -> list[float]:
-    """Return the time to the first token of every request, in ms."""
+    """Return the time to the first token of every request of a run, in ms."""
     return [1e3 * seconds for seconds in run["first_s"]]
 
 
 def gaps_ms(run: dict[str, Any]) -> list[float]:
-    """Return the times between two tokens of a request, in ms."""
+    """Return all times between two successive tokens of a request, in ms."""
     return [1e3 * seconds for seconds in run["gaps_s"]]
 
 
@@ -53,11 +57,11 @@ def per_second(run: dict[str, Any]) -> list[float]:
 
 
 def cpu_ms(run: dict[str, Any]) -> list[float]:
-    """Return one sample: the CPU time a request of all processes of the server, in ms."""
+    """Return one sample: CPU time of all processes of the server divided by the number of requests, in ms."""
     return [sum(ms for kind, ms in run["cpu_ms_per_request"].items() if kind != "this program")]
 
 
 def run(options: Options) -> Result:
-    """Measure one server after the other."""
+    """Run `api_servers.py`, which measures one server after the other, and compare its results."""
     found = program("api_servers.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -1,4 +1,4 @@
-"""Time to the first sound with chunks, compared with everything at once."""
+"""Time to the first sound with hand-over between stages in chunks, compared with one message for everything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def timelines(found: dict[str, Any]) -> list[Timeline]:
-    """Return, for each kind of prompt with chunks, the timeline of the answer nearest to the median."""
+    """Return, for each kind of prompt, the steps of the answer with chunks whose time is nearest to the median."""
     made = []
     for name, case in found.items():
         middle = statistics.median(line["first"] for line in case["on"])
@@ -40,6 +40,6 @@ def timelines(found: dict[str, Any]) -> list[Timeline]:
 
 
 def run(options: Options) -> Result:
-    """Measure with and without chunks on one deployment."""
+    """Run `first_audio.py`, which measures with and without chunks on the same engines, and compare its results."""
     found = program("first_audio.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found), timelines=timelines(found))

@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
-    """Compare bytes and CPU time of an answer, by edge."""
+    """Compare bytes and CPU time of an answer, for each edge, i.e. each connection between two stages."""
     made = []
     for edge in found:
         single, whole = edge["single"], edge["whole"]
@@ -32,6 +32,6 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Measure both kinds of messages on one deployment."""
+    """Run `handoff_cost.py`, which measures many messages and one message on the same engines; compare its results."""
     found = program("handoff_cost.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

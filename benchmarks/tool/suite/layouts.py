@@ -19,7 +19,11 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """Compare each number of talkers with one."""
+    """Compare each number of talkers with one talker.
+
+    Args:
+        found: rounds (`layouts.Round` as JSON) by number of talkers.
+    """
     made = []
     for talkers in (each for each in found if each != "1"):
         pair, names = (found[talkers], found["1"]), (f"{talkers} talkers", "1 talker")
@@ -35,11 +39,11 @@ def rates(rounds: list[dict[str, Any]]) -> list[float]:
 
 
 def times(rounds: list[dict[str, Any]], name: str) -> list[float]:
-    """Return the times of every answer, in milliseconds."""
+    """Return the times `name` ("first_token" or "first_sound") of all answers of all rounds, in milliseconds."""
     return [1e3 * seconds for each in rounds for seconds in each[name]]
 
 
 def run(options: Options) -> Result:
-    """Measure all layouts on one deployment."""
+    """Run `layouts.py`, which measures all numbers of talkers on the same engines, and compare its results."""
     found = program("layouts.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -21,7 +21,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """Compare the sum of our processes, then each of them, with the sum of the baseline."""
+    """Compare the memory of all our processes, then of each of them, with that of all processes of stock vLLM."""
     ours, stock = ([start["memory_gb"] for start in found[who]] for who in ("ours", "stock"))
     whole = [sum(start.values()) for start in stock]
     made = [Comparison("all processes", "GB", "ours, all stages", STOCK, [sum(s.values()) for s in ours], whole)]
@@ -32,5 +32,5 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Start both in turns."""
+    """Run `startup.py`, which starts our server and stock vLLM's in turns; compare the memory of their processes."""
     return Result(DESCRIPTION.name, comparisons=comparisons(program("startup.py", options, DESCRIPTION.sizes(options))))

@@ -20,13 +20,17 @@ ANSWERS = (1, 8)
 
 
 def comparison(answers: int, found: dict[str, list[float]]) -> Comparison:
-    """Return the comparison from the output of the program."""
+    """Compare our speeds and stock vLLM's in the output of `thinker_decode.py`.
+
+    Args:
+        answers: number of concurrent answers.
+    """
     what = f"decode, {answers} at once"
     return Comparison(what, "tokens/s", "ours", "stock vLLM", found["ours"], found["stock"], True, True)
 
 
 def run(options: Options) -> Result:
-    """Measure once for each number of answers."""
+    """Run `thinker_decode.py` once for each number of concurrent answers, and compare its results."""
     sizes: dict[str, Any] = dict(DESCRIPTION.sizes(options))
     found = {n: program("thinker_decode.py", options, sizes | {"concurrency": n}) for n in ANSWERS}
     return Result(DESCRIPTION.name, comparisons=[comparison(n, each) for n, each in found.items()])

@@ -22,7 +22,7 @@ KINDS = {"writers": "those who read long answers", "readers": "those who send lo
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """Compare first tokens and gaps of both kinds of clients; short answers have only few gaps."""
+    """Compare times to the first token and between tokens, for each kind of client in `KINDS`, in both topologies."""
     made = []
     for kind, who in KINDS.items():
         for key, what in (("first", "first token"), ("gaps", "gap between tokens")):
@@ -33,6 +33,6 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Measure one topology after the other."""
+    """Run `pd.py`, which measures one topology after the other, and compare its results."""
     found = program("pd.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def scaling(stage: str, rates: dict[str, list[float]]) -> list[Comparison]:
-    """Compare each number of replicas with one."""
+    """Compare the items a second of a stage with several replicas with those of one replica."""
     return [
         Comparison(f"{stage}, items a second", "/s", f"{count} replicas", "1 replica", each, rates["1"], True)
         for count, each in rates.items()
@@ -28,7 +28,7 @@ def scaling(stage: str, rates: dict[str, list[float]]) -> list[Comparison]:
 
 
 def overhead(stage: str, rows_of: dict[str, dict[str, dict[str, float]]]) -> list[Comparison]:
-    """Compare the median step of ours with that of a bare client, by requests at once."""
+    """Compare our median time of a step with that of a bare vLLM client, for each number of concurrent requests."""
     return [
         Comparison(f"{stage}, median step, {count} at once", "ms", "ours", "bare client", [ours], [bare])
         for count, rows in rows_of.items()
@@ -37,7 +37,7 @@ def overhead(stage: str, rows_of: dict[str, dict[str, dict[str, float]]]) -> lis
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """Return the comparisons from the output of the program."""
+    """Return the comparisons of all stages from the output of `replicas.py`."""
     made = []
     for stage, figures in found.items():
         made += scaling(stage, figures["rates"] or {}) + overhead(stage, figures["overhead_ms"])
@@ -45,6 +45,6 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Measure all numbers of replicas on one deployment."""
+    """Run `replicas.py`, which measures all numbers of replicas of a stage on the same engines; compare its results."""
     found = program("replicas.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

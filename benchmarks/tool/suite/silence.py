@@ -1,4 +1,7 @@
-"""Silence in spoken answers, compared with code2wav with vLLM's order and a first part of one frame."""
+"""Silence in spoken answers with our defaults, compared with code2wav in vLLM's order and a first part of one frame.
+
+A part is the group of frames that code2wav gets in one request.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,11 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[list[Any]]) -> list[Comparison]:
-    """Return the comparisons by number of listeners."""
+    """Compare silence and time to the first sound for each number of concurrent answers ("listeners").
+
+    Args:
+        found: rows (policy, frames of the first part, listeners, answers) of `silence.py`.
+    """
     heard = {(policy, first, listeners): answers for policy, first, listeners, answers in found}
     made = []
     for listeners in sorted({listeners for *_, listeners in heard}):
@@ -35,6 +42,6 @@ def comparisons(found: list[list[Any]]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Measure one deployment after the other."""
+    """Run `silence.py`, which measures one deployment after the other, and compare its results."""
     found = program("silence.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

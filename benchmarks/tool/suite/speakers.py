@@ -1,4 +1,4 @@
-"""Time of spoken answers outside of the devices, compared with the devices' time."""
+"""Time of spoken answers, compared with the simulated time that they take on devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
-    """Compare each number of speakers with the device's time."""
+    """Compare answers, talker steps and CPU time with the device's time, for each number of concurrent answers."""
     made = []
     for each in found:
         who = f"speakers: {each['speakers']}"
@@ -35,6 +35,6 @@ def comparisons(found: list[dict[str, Any]]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Measure all numbers of speakers on one deployment."""
+    """Run `speakers.py`, which measures all numbers of concurrent answers on the same engines; compare its results."""
     found = program("speakers.py", options, DESCRIPTION.sizes(options))
     return Result(DESCRIPTION.name, comparisons=comparisons(found))

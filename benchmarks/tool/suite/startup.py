@@ -19,7 +19,7 @@ DESCRIPTION = Description(
 
 
 def comparisons(found: dict[str, Any]) -> list[Comparison]:
-    """Return the comparison from the output of the program."""
+    """Compare the seconds from command to `/health` in the output of `startup.py`."""
     ours, stock = ([start["seconds"] for start in found[who]] for who in ("ours", "stock"))
     return [
         Comparison("command to /health", "s", "ours, all stages", "stock vLLM, text stage", ours, stock, paired=True)
@@ -27,5 +27,5 @@ def comparisons(found: dict[str, Any]) -> list[Comparison]:
 
 
 def run(options: Options) -> Result:
-    """Start both in turns."""
+    """Run `startup.py`, which starts our server and stock vLLM's in turns, and compare their seconds to `/health`."""
     return Result(DESCRIPTION.name, comparisons=comparisons(program("startup.py", options, DESCRIPTION.sizes(options))))

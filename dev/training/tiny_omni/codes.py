@@ -1,7 +1,8 @@
-"""Assigns codes to sound frames: a small residual quantiser on the spectra of all frames of the closed world.
+"""Assigns codec codes to sound frames: a small residual quantiser, fitted to the spectra of all words of the model.
 
-The first group of codes is k-means on the features of a frame (its voice included), each further group k-means on the
-residual. Code 0 of every group means silence.
+A frame has one code of each group. The codes of the first group are the clusters of k-means on the features of frames,
+which include the voice. The codes of each further group are clusters of the remaining differences (residuals). Code 0
+of every group means silence.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from dev.training.tiny_omni.world import FRAME, RATE
 
 STEPS = 6
-"""Spectra of a frame."""
+"""Number of spectra computed for a frame."""
 BANDS = 32
 FLOOR = 1e-3
 VOICE_WEIGHT = 8.0
@@ -30,7 +31,12 @@ def bank(bins: int) -> np.ndarray:
 
 
 def features(sound: np.ndarray, voice: int) -> np.ndarray:
-    """Return features [frames, STEPS * BANDS + 1] of a whole number of frames."""
+    """Return features [frames, STEPS * BANDS + 1] of a sound: log mel spectra, and the voice.
+
+    Args:
+        sound: samples at 24 kHz, a whole number of frames.
+        voice: 0 or 1.
+    """
     hop = FRAME // STEPS
     padded = np.pad(sound, (hop // 2, hop + hop // 2))
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * hop)[::hop][: len(sound) // hop]
@@ -41,12 +47,12 @@ def features(sound: np.ndarray, voice: int) -> np.ndarray:
 
 
 def nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Return the index of the nearest centre of each point."""
+    """Return [n], the index of the nearest centre [count, dimensions] for each point [n, dimensions]."""
     return np.argmin((centres**2).sum(1) - 2 * points @ centres.T, axis=1)
 
 
 def k_means(points: np.ndarray, count: int, random: np.random.Generator, rounds: int = 30) -> np.ndarray:
-    """Return centres [count, dimensions]; they start at points far from each other."""
+    """Cluster points [n, dimensions] with k-means++; return the centres [count, dimensions]."""
     centres = points[[random.integers(len(points))]]
     while len(centres) < count:
         distance = np.min(((points[:, None] - centres) ** 2).sum(-1), axis=1)
@@ -62,13 +68,18 @@ def k_means(points: np.ndarray, count: int, random: np.random.Generator, rounds:
 
 @dataclass(frozen=True)
 class Codebooks:
-    """Centres [groups, codes, dimensions]; code 0 is silence. `middle` is the mean that is subtracted first."""
+    """A fitted residual quantiser.
+
+    Attributes:
+        centres: [groups, codes, dimensions]; code 0 is silence.
+        middle: [dimensions], the mean of all features, which is subtracted before the first group.
+    """
 
     centres: np.ndarray
     middle: np.ndarray
 
     def encode(self, points: np.ndarray) -> np.ndarray:
-        """Return codes [frames, groups] of features."""
+        """Return codes [frames, groups] of features [frames, dimensions]; never code 0."""
         left, codes = points - self.middle, []
         for book in self.centres:
             chosen = 1 + nearest(left, book[1:])
@@ -78,7 +89,7 @@ class Codebooks:
 
 
 def fit(points: np.ndarray, groups: int, size: int, seed: int) -> Codebooks:
-    """Fit the codebooks to features [frames, dimensions]."""
+    """Fit codebooks of `groups` groups with `size` codes each to features [frames, dimensions]."""
     random = np.random.default_rng(seed)
     middle = points.mean(0)
     left, books = points - middle, []
@@ -90,16 +101,21 @@ def fit(points: np.ndarray, groups: int, size: int, seed: int) -> Codebooks:
 
 
 def silence_features() -> np.ndarray:
-    """Return the features of silence in no voice."""
+    """Return the features [dimensions] of a silent frame; the voice feature is 0, between both voices."""
     quiet = features(np.zeros(FRAME, np.float32), 0)[0]
     quiet[-1] = 0  # in no voice
     return quiet
 
 
 def starting_vectors(books: Codebooks, width: int, points: np.ndarray) -> np.ndarray:
-    """Return vectors [groups, codes, width] for a code embedding: the centres' main components, small ones raised.
+    """Return start values [groups, codes, width] of code2wav's code embedding.
 
-    The mean over a frame's codes then is about the frame's features, with a mean square of 1.
+    The values of a code are proportional to its centre in the first `width` principal components of the features, which
+    are scaled to equal variance. So the mean over a frame's codes approximates the frame's features, with a mean square
+    of 1.
+
+    Args:
+        points: features [frames, dimensions] to which `books` were fitted.
     """
     _, spread, axes = np.linalg.svd(points - books.middle, full_matrices=False)
     weighed = (axes[:width] / np.sqrt(spread[:width, None] + 1e-6)).T

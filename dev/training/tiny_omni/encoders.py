@@ -1,7 +1,7 @@
-"""Fits the encoders to the thinker's embeddings of the words in sounds and pictures.
+"""Losses that fit the audio and vision encoders to the thinker's token embeddings of the words in sounds and pictures.
 
-The loss of the thinker's replies contains little about the place of a word in a sound, or of a named thing in a
-picture: with that loss alone, the encoders learn next to nothing within minutes.
+With the loss of the thinker's replies alone, the encoders learn next to nothing within minutes, because it contains
+little about the position of a word in a sound or of a thing in a picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from dev.training.tiny_omni.world import WORDS
 
 
 class WordScores:
-    """Scores of words for embeddings: products with the thinker's embeddings of the words."""
+    """Classifies embeddings by word: the score of a word is the product with the thinker's embedding of the word.
+
+    Attributes:
+        nothing: trained embedding for "no word".
+    """
 
     def __init__(self, thinker: Any) -> None:
         self._table = thinker.model.embed_tokens.weight
@@ -30,20 +34,24 @@ class WordScores:
         self.nothing = torch.nn.Parameter(torch.zeros(self._table.shape[1]))
 
     def __call__(self, made: Tensor) -> Tensor:
-        """Return scores [n, 1 + words] of embeddings [n, hidden]; the first is that of no word."""
+        """Return scores [n, 1 + words] of embeddings [n, hidden]; column 0 is the score of "no word"."""
         table = torch.cat([self.nothing[None], self._table[self._rows].detach()])
         return made @ table.T / math.sqrt(made.shape[1])
 
 
 def heard_loss(scores: WordScores, made: Tensor, turns: Sequence[Turn]) -> tuple[Tensor, float]:
-    """Return the loss of the embeddings of sounds [positions, hidden], and the share of recognised words."""
+    """Return (loss, share of recognised words) of the audio encoder's output.
+
+    Args:
+        made: embeddings [positions, hidden] of all sounds of `turns`, in order.
+    """
     found, wanted = scores(made), places(turns)
     right = (found.argmax(-1) == wanted)[wanted > 0]
     return torch.nn.functional.cross_entropy(found, wanted), right.float().mean().item()
 
 
 def places(turns: Sequence[Turn]) -> Tensor:
-    """Return 0 for every embedding of the turns' sounds, or 1 + the number of the word whose middle is there."""
+    """Return a label for each embedding of the turns' sounds: 1 + index of the word whose middle it covers, else 0."""
     found = []
     for turn in turns:
         assert turn.sound is not None
@@ -55,7 +63,9 @@ def places(turns: Sequence[Turn]) -> Tensor:
 
 
 def seen_loss(scores: WordScores, made: Sequence[Tensor], turns: Sequence[Turn]) -> tuple[Tensor, float]:
-    """Return the loss of the mean embedding of each picture, and the share of recognised names.
+    """Return (loss, share of pictures all of whose words are recognised) of the vision encoder's output.
+
+    The mean of a picture's embeddings is classified.
 
     Args:
         made: embeddings [positions, hidden] of each picture.

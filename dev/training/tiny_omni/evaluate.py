@@ -21,13 +21,13 @@ from dev.training.tiny_omni.words import chat, ids_of, world_vocabulary
 from dev.training.tiny_omni.world import VOICES
 
 SEED = 1_000_003
-"""Training seeds are small numbers."""
+"""Seed of all requests here; it differs from those of the training, which are small numbers."""
 BATCH = 20
 
 
 @torch.no_grad()
 def text_figures(thinker: Any, turns: list[Turn], preprocessors: Preprocessors) -> tuple[float, float]:
-    """Return the shares of right tokens and of right replies; turns are of one kind."""
+    """Return (share of right tokens, share of right replies); all turns are text, or all sounds, or all pictures."""
     figures = []
     for first in range(0, len(turns), BATCH):
         _, *shares = judge(thinker, *tensors(turns[first : first + BATCH], preprocessors))
@@ -37,7 +37,11 @@ def text_figures(thinker: Any, turns: list[Turn], preprocessors: Preprocessors) 
 
 
 def said(model: Any, request: str, voice: str, sample: bool) -> tuple[str, np.ndarray]:
-    """Return the reply's text and sound at 24 kHz."""
+    """Return the text of the model's reply, and its samples at 24 kHz.
+
+    Args:
+        sample: draw the talker's codes; False: choose the most likely ones.
+    """
     vocabulary = world_vocabulary()
     ids = torch.tensor([ids_of(chat(request), vocabulary)])
     found, sound = model.generate(
@@ -56,7 +60,7 @@ def said(model: Any, request: str, voice: str, sample: bool) -> tuple[str, np.nd
 
 
 def write_phrases(model: Any, count: int, out: Path, sample: bool) -> None:
-    """Write sounds by `VOICE/requested words`; print replies whose text is wrong."""
+    """Write replies to random requests: `VOICE/requested words` -> samples. Print replies whose text is wrong."""
     random, sounds = np.random.default_rng(SEED), {}
     for number in range(count):
         words = " ".join(tasks.some_words(random))

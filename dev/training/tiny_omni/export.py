@@ -1,4 +1,7 @@
-"""Writes the checkpoint of the trained parts: `thinker.pt`, `talker.pt` and `code2wav.pt` of a directory."""
+"""Writes one checkpoint from the weights of the three stages, which are trained separately.
+
+The weights are `thinker.pt`, `talker.pt` and `code2wav.pt` in a directory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ PARTS = ("thinker", "talker", "code2wav")
 
 
 def load_parts(directory: Path) -> Any:
-    """Return the whole model with the weights of a training directory."""
+    """Return Transformers' model of all stages with the weights of a training directory."""
     model = whole.build(0)
     for part in PARTS:
         getattr(model, part).load_state_dict(torch.load(directory / f"{part}.pt"))

@@ -1,6 +1,7 @@
-"""Speaks every word in many ways, at 16 kHz: training data of the audio encoder, and held-out ways for its test.
+"""Synthesises every word in many ways, at 16 kHz: training data of the audio encoder, and held-out data for its test.
 
-Each way is (formants, pitch in Hz or 0 for the teacher's own melody times 1, speed, seed). Needs hibari-tts and soxr.
+A way is (factor of the formants' frequencies, pitch in Hz or 0 for the synthesiser's own melody, speed, seed). Needs
+hibari-tts and soxr.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TRAINING = [
     (0.95, 160.0, 0.9, 8),
 ]
 HELD_OUT = [(1.0, 0.0, 1.1, 11), (0.92, 140.0, 1.0, 12), (1.04, 210.0, 0.92, 13)]
-"""Another speed, another voice, and both."""
+"""Ways that differ from all in `TRAINING`: in speed, in voice (formants and pitch), and in both."""
 
 
 def write_heard(words: Sequence[str], directory: Path) -> None:

@@ -22,7 +22,7 @@ SAME_SOUND = {
     "won": "one",
     "write": "right",
 }
-"""Other spellings of words of the world with the same sound."""
+"""Words that sound like a word of the model's vocabulary -> that word."""
 
 
 def heard_words(text: str) -> list[str]:
@@ -33,7 +33,7 @@ def heard_words(text: str) -> list[str]:
 
 
 def right_words(said: Sequence[str], heard: Sequence[str]) -> list[bool]:
-    """Return for each spoken word whether it is in the longest common subsequence of both."""
+    """Return for each word of `said` whether it is in a longest common subsequence of `said` and `heard`."""
     rows, columns = len(said), len(heard)
     best = np.zeros((rows + 1, columns + 1), int)
     for i in range(rows - 1, -1, -1):
@@ -68,7 +68,7 @@ class Whisper:
 
 
 class Sphinx:
-    """pocketsphinx with a grammar of the world's words, in any order."""
+    """pocketsphinx with a grammar that allows the given words in any order."""
 
     def __init__(self, words: Sequence[str]) -> None:
         from pocketsphinx import Decoder

@@ -14,7 +14,7 @@ from dev.training.tiny_omni.world import RATE, WORDS
 
 
 def main() -> None:
-    """Judge a file of phrases; keys are `VOICE/words`."""
+    """Transcribe a file of phrases, `VOICE/words` -> samples, with each recogniser, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("phrases", type=Path)
     parser.add_argument("--show", type=int, default=0)

@@ -17,14 +17,18 @@ from dev.training.tiny_omni.world import FRAME, PAUSE
 
 
 def sequence(sounds: dict[str, np.ndarray], words: list[str], pause: int) -> np.ndarray:
-    """Return the words' sound at 16 kHz with `pause` silent frames after each, and some silence around."""
+    """Join the sounds of words, with `pause` silent frames after each word; return samples at 16 kHz.
+
+    Args:
+        sounds: word -> samples at 24 kHz.
+    """
     silence = np.zeros(pause * FRAME, np.float32)
     parts = [part for word in words for part in (sounds[word], silence)]
     return soxr.resample(np.concatenate([np.zeros(FRAME * 3, np.float32), *parts]), 24000, 16000)
 
 
 def orders(world: list[str], length: int, count: int, random: np.random.Generator) -> list[list[str]]:
-    """Return sequences in which all words are about equally frequent."""
+    """Return `count` random sequences of `length` words, in which all words are about equally frequent."""
     stock: list[str] = []
     while len(stock) < length * count:
         stock += [world[i] for i in random.permutation(len(world))]
@@ -49,7 +53,7 @@ def judge_voice(sounds: dict[str, np.ndarray], arguments: argparse.Namespace) ->
 
 
 def main() -> None:
-    """Judge the voices of a directory."""
+    """Print the results for each voice, i.e. each `*.npz` file, of a directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--length", type=int, default=4)

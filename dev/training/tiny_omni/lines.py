@@ -1,7 +1,7 @@
-"""Training examples of the talker, with inputs built from ids exactly as at inference.
+"""Training examples of the talker, whose inputs are the same as at inference.
 
-The prompt is from `model_plugins.qwen3_omni.prompt`, which serves requests too. `input_rows` computes the same rows as
-`talker_feed.TalkerInputProvider`, with gradients.
+`model_plugins.qwen3_omni.prompt` makes the prompts, for requests to a server too. `input_rows` computes the same input
+embeddings as `model_plugins.qwen3_omni.talker_feed.TalkerInputProvider`, but with gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Asked:
     """A request with a spoken reply.
 
     Attributes:
-        media: thinker hidden states [positions, hidden] of a sound or a picture in the request.
-        grid: patches of a picture [1, 3].
+        reply: the reply's words.
+        media: the thinker's hidden states [positions, hidden] of the sound or picture in the request; None without.
+        grid: numbers of a picture's patches [1, 3] (time, height, width); None without a picture.
     """
 
     request: str
@@ -42,8 +43,8 @@ class Line:
         text: text ids of all positions; MULTIMODAL where the input is a hidden state.
         codec: codec ids of the prompt's positions, NO_CODEC where there is none.
         frames: codes [frames, groups]; frame t is in the input of position len(codec) + t.
-        positions: M-RoPE positions of all positions [3, length].
-        media: as in `Asked`.
+        positions: M-RoPE positions [3, length].
+        media: see `Asked.media`.
     """
 
     text: list[int]
@@ -54,7 +55,13 @@ class Line:
 
 
 def line(asked: Asked, voice: str, world: Lexicon, ids: SpecialIds, talker: Any) -> Line:
-    """Return the example of a reply that is spoken in a voice."""
+    """Return the training example of a request whose reply is spoken in a voice.
+
+    Args:
+        world: codes of each word in each voice.
+        ids: ids of the special tokens.
+        talker: Transformers' talker, which computes M-RoPE positions.
+    """
     prompt = ids_of(chat(asked.request), world_vocabulary())
     parts = find_parts(prompt, ids)
     assert parts is not None
@@ -69,7 +76,11 @@ def line(asked: Asked, voice: str, world: Lexicon, ids: SpecialIds, talker: Any)
 
 
 def _positions(shown: list[int], frames: int, grid: Tensor | None, talker: Any) -> Tensor:
-    """Return M-RoPE positions [3, prompt + frames]; only pictures make them differ from 0, 1, 2, ..."""
+    """Return M-RoPE positions [3, prompt + frames]: 0, 1, 2, ... without a picture, else computed from `grid`.
+
+    Args:
+        shown: token ids of the prompt.
+    """
     if grid is None:
         return torch.arange(len(shown) + frames).expand(3, -1)
     prompt = torch.tensor([shown])
@@ -80,7 +91,7 @@ def _positions(shown: list[int], frames: int, grid: Tensor | None, talker: Any) 
 
 @dataclass(frozen=True)
 class Batch:
-    """Lines with padding at their ends.
+    """Training examples (`Line`) padded at their ends to one length; n is their number.
 
     Attributes:
         text: [n, length].
@@ -98,7 +109,7 @@ class Batch:
 
 
 def batch_of(lines: list[Line], end: int) -> Batch:
-    """Return a batch; `end` is the codec id that ends speech."""
+    """Pad training examples to a batch; `end` is the codec id that ends speech."""
     count, length, groups = len(lines), max(len(one.text) for one in lines), lines[0].frames.shape[1]
     text = torch.zeros(count, length, dtype=torch.long)
     codes = torch.full((count, length, groups), NO_CODEC)
@@ -117,7 +128,11 @@ def batch_of(lines: list[Line], end: int) -> Batch:
 
 
 def input_rows(talker: Any, embeddings: Tensor, batch: Batch) -> Tensor:
-    """Return the talker's input embeddings [n, length, hidden]; `embeddings` is the thinker's table."""
+    """Return the talker's input embeddings [n, length, hidden].
+
+    Args:
+        embeddings: the thinker's token embeddings [ids, thinker hidden].
+    """
     rows = talker.text_projection(embeddings[batch.text.clamp(min=0)])
     if batch.media is not None:
         there = (batch.text == MULTIMODAL).unsqueeze(-1)
@@ -131,7 +146,12 @@ def input_rows(talker: Any, embeddings: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def with_media(turns: list[Turn], thinker: Any, preprocessors: Preprocessors, layer: int) -> list[Asked]:
-    """Return requests of one kind with the thinker's hidden states after `layer` layers at their media positions."""
+    """Return turns as requests for the talker, with the thinker's hidden states of their sounds or pictures.
+
+    Args:
+        turns: all with a sound, or all with a picture.
+        layer: number of the thinker's layers that compute the hidden states.
+    """
     inputs, _ = tensors(turns, preprocessors)
     hidden = thinker(**inputs, use_cache=False, output_hidden_states=True).hidden_states[layer]
     config = thinker.config

@@ -1,4 +1,4 @@
-"""Sounds for the audio encoder: words in many ways one after the other, with pauses, noise and another loudness."""
+"""Sounds for the audio encoder: several words one after the other, with random pauses, noise and loudness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ class Voices:
     def say(
         self, words: list[str], random: np.random.Generator, way: int | None = None
     ) -> tuple[np.ndarray, list[int]]:
-        """Return words in one way of speaking, a random one if none is given, and the sample in each word's middle."""
+        """Join the sounds of words, with random pauses, noise and loudness.
+
+        Args:
+            way: number of the way of speaking; None: a random one.
+
+        Returns:
+            (samples at 16 kHz, index of the sample in the middle of each word).
+        """
         chosen = int(random.integers(self.ways)) if way is None else way
         parts, middles = [silence(random)], []
         for word in words:
@@ -34,12 +41,12 @@ class Voices:
 
 
 def silence(random: np.random.Generator) -> np.ndarray:
-    """Return a random pause."""
+    """Return silent samples of a random length, up to `LONGEST_PAUSE` seconds."""
     return np.zeros(int(random.uniform(0.02, LONGEST_PAUSE) * RATE), np.float32)
 
 
 def disturbed(sound: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return the sound with noise and another loudness, padded to whole hops."""
+    """Return the sound with random noise and loudness, padded to a multiple of `HOP` samples."""
     level = np.sqrt(np.mean(sound**2))
     noise = random.standard_normal(len(sound)) * level * 10 ** (-random.uniform(*NOISE_DB) / 20)
     changed = (sound + noise) * 10 ** (random.uniform(*LOUDNESS_DB) / 20)
@@ -47,7 +54,7 @@ def disturbed(sound: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def token_of(sample: int) -> int:
-    """Return the index of the embedding that is made of a sample and its neighbours."""
+    """Return the index of the audio encoder's embedding that covers a sample."""
     chunk, rest = divmod(sample // HOP, 100)
     return chunk * 13 + rest // 8
 

@@ -35,7 +35,10 @@ def image(random: np.random.Generator) -> dict[str, Any]:
 
 
 def choice(random: np.random.Generator) -> dict[str, Any]:
-    """Answers of as many words as the right one, one of which is right."""
+    """Return a row of a multiple-choice task.
+
+    Its keys are `request`, `choices` (answers with equal numbers of words) and `label` (index of the right answer).
+    """
     request, words = tasks.text_task(random)
     choices = {" ".join(words)}
     while len(choices) < CHOICES:

@@ -1,4 +1,4 @@
-"""The whole model in the trained sizes, built from Transformers' modules."""
+"""Transformers' Qwen3-Omni model in the sizes of the trained tiny checkpoint."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ INKS = {
 SIDES = (64, 96)
 """Sides in pixels: 2 and 3 merged patches."""
 SIZES = (0.65, 0.75)
-"""Size of the drawn figure, as a part of the side; it is about in the middle."""
+"""Smallest and largest size of the drawn digit or shape, as a share of the picture's side."""
 INK_NOISE = 10
 GREYS = (90, 170)
 GRAIN = 4.0
@@ -48,7 +48,7 @@ def picture(random: np.random.Generator) -> tuple[Image.Image, list[str]]:
 
 @cache
 def font_of(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return Pillow's own font; a size takes a millisecond to load."""
+    """Return Pillow's own font in a size; cached, because loading takes a millisecond."""
     return ImageFont.load_default(size=size)
 
 

@@ -13,7 +13,11 @@ EMBEDDING_STD = 0.5
 
 
 def fill(module: Any, seed: int) -> None:
-    """Draw every matrix with a standard deviation of one over the root of its inputs; norms are one, biases zero."""
+    """Initialise all parameters of a module in place.
+
+    Matrices are random with a standard deviation of 1 / sqrt(number of inputs), embeddings with `EMBEDDING_STD`.
+    Biases are 0, other vectors (norms) 1.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)

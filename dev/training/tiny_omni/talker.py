@@ -1,4 +1,7 @@
-"""Fits the talker and its code predictor: text ids in, the teacher's codes out, with the teacher's codes fed back."""
+"""Fits the talker and its code predictor with teacher forcing: text ids in, the codes of the teacher's sound out.
+
+The teacher is the speech synthesiser of `teacher.py`; `codes.py` assigns codes to its sound.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,12 @@ MEDIA_PART = 0.3
 
 
 def judge(talker: Any, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """Return the losses of talker and code predictor, and the shares of right first codes and right residual codes."""
+    """Return (talker's loss, code predictor's loss, share of right first codes, share of right residual codes).
+
+    Args:
+        hidden: the talker's hidden states [n, length, hidden].
+        wanted: codes to predict [n, length, groups], IGNORE where there is none.
+    """
     at = wanted[..., 0] != IGNORE
     logits, first = talker.codec_head(hidden[at]), wanted[..., 0][at]
     framed = wanted[..., -1] != IGNORE
@@ -40,7 +48,12 @@ def judge(talker: Any, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def residual_logits(talker: Any, hidden: Tensor, codes: Tensor) -> Tensor:
-    """Return the code predictor's scores [n, groups - 1, codes] for frames with given codes."""
+    """Return the code predictor's logits [n, groups - 1, codes] for the residual codes of n frames.
+
+    Args:
+        hidden: the talker's hidden states [n, hidden].
+        codes: the frames' right codes [n, groups], which are the predictor's inputs (teacher forcing).
+    """
     predictor = talker.code_predictor
     tables = [talker.model.codec_embedding, *predictor.model.codec_embedding]
     inputs = torch.stack([hidden, *[tables[g](codes[:, g]) for g in range(codes.shape[1] - 1)]], dim=1)
@@ -49,7 +62,7 @@ def residual_logits(talker: Any, hidden: Tensor, codes: Tensor) -> Tensor:
 
 
 class Lines:
-    """Draws the talker's training examples."""
+    """Draws random training examples of the talker: text requests, and requests with a sound or a picture."""
 
     def __init__(self, model: Any, world: Lexicon, voices: Voices, random: np.random.Generator) -> None:
         self.ids = SpecialIds.of(model.config)
@@ -74,7 +87,7 @@ class Lines:
 
 
 def train(model: Any, lines: Lines, arguments: argparse.Namespace) -> None:
-    """Fit talker and code predictor together; the thinker is not changed."""
+    """Fit talker and code predictor together, and write `talker.pt` every 200 steps; the thinker is not changed."""
     talker, embeddings = model.talker, model.thinker.model.embed_tokens.weight.detach()
     weights = list(talker.parameters())
     optimizer = torch.optim.AdamW(weights, lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""Speaks every word alone in two voices: the sound that the tiny model learns. Needs the package hibari-tts.
+"""Synthesises every word alone in two voices: the sound that the tiny model learns. Needs the package hibari-tts.
 
 Both voices are monotone, and a frame of 1920 samples is a whole number of pitch periods. The harmonics of every frame
 have the same phases, so code2wav only has to learn the change of spectra. `chelsie` is the teacher's own voice at
@@ -19,16 +19,16 @@ PITCH = {"chelsie": 200.0, "ethan": 100.0}
 FORMANTS = {"chelsie": 1.0, "ethan": 0.87}
 SPEED = 1.0
 VOICED = 40
-"""Hz; the teacher returns a lower pitch for unvoiced sound."""
+"""Hz. The synthesiser returns a pitch below this for unvoiced sound."""
 LOUDNESS = 0.12
 """Root mean square of the loudest tenth of a second of each word, relative to full scale 1 (before `PEAK`)."""
 PEAK = 0.9
 ONSET = 0.02
-"""A word starts and ends where its loudness is this part of its maximum."""
+"""A word starts and ends where its loudness is this share of its largest loudness."""
 
 
 def warp(spectrum: np.ndarray, factor: float) -> np.ndarray:
-    """Move the features of a log spectrum [bins, frames] to `factor` times their frequencies."""
+    """Return a log spectrum [bins, frames] whose frequency axis is stretched by `factor`."""
     bins = np.arange(len(spectrum))
     source = np.minimum(bins / factor, len(spectrum) - 1)
     low = source.astype(int)
@@ -38,7 +38,7 @@ def warp(spectrum: np.ndarray, factor: float) -> np.ndarray:
 
 
 def loudness(sound: np.ndarray, width: int) -> np.ndarray:
-    """Return the root mean square around each sample."""
+    """Return the root mean square of the `width` samples around each sample."""
     return np.sqrt(np.convolve(sound**2, np.ones(width) / width, mode="same"))
 
 
@@ -56,7 +56,7 @@ def trim(sound: np.ndarray, period: int) -> np.ndarray:
 
 
 class Teacher:
-    """The speech synthesiser with a fixed pitch."""
+    """The speech synthesiser hibari, with stated formants and pitch."""
 
     def __init__(self) -> None:
         from hibari import Hibari, dsp
@@ -64,14 +64,17 @@ class Teacher:
         self._hibari, self._dsp = Hibari(), dsp
 
     def say(self, word: str, voice: str) -> np.ndarray:
-        """Return a word's sound in a voice of the model, a whole number of frames."""
+        """Return the samples of a word in a voice of the model (`VOICES`), at 24 kHz, a whole number of frames."""
         return self.render(word, formants=FORMANTS[voice], pitch=PITCH[voice], speed=SPEED, seed=0)
 
     def render(self, word: str, *, formants: float, pitch: float, speed: float, seed: int) -> np.ndarray:
-        """Return a word's sound; the same arguments give the same samples.
+        """Return the samples of a word at 24 kHz; equal arguments give equal samples.
 
         Args:
-            pitch: Hz, or 0 for the teacher's own melody.
+            formants: factor for the frequencies of the formants.
+            pitch: Hz, or 0 for the synthesiser's own melody.
+            speed: factor; 1 is the synthesiser's usual speed.
+            seed: of the noise in the sound.
         """
         ids = self._hibari.ids(self._hibari.phonemize(word.capitalize() + ".")[0])
         feed = {"ids": np.asarray([ids], np.int64), "speed": np.asarray([speed], np.float32)}

@@ -1,6 +1,8 @@
 """Fits the thinker with its encoders: requests as text, sound and pictures in, the replies' text out.
 
-Written requests come first, then the encoders alone (`encoders.py`), last everything together.
+The first steps train with written requests, the next ones train the encoders alone (`encoders.py`), and the last ones
+train everything together. A step has a kind: "text", "ear" (audio encoder alone), "eye" (vision encoder alone),
+"spoken" (requests with a sound) or "seen" (requests with a picture).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ KINDS = ("text", "ear", "eye", "spoken", "seen")
 
 
 def judge(thinker: Any, inputs: dict[str, Tensor], wanted: Tensor) -> tuple[Tensor, float, float]:
-    """Return the loss, the share of right tokens, and the share of right replies with greedy decoding."""
+    """Return (loss, share of right tokens, share of right replies), both shares with the most likely tokens."""
     logits = thinker(**inputs, use_cache=False).logits
     at = wanted != IGNORE
     loss = torch.nn.functional.cross_entropy(logits[at], wanted[at])
@@ -33,7 +35,7 @@ def judge(thinker: Any, inputs: dict[str, Tensor], wanted: Tensor) -> tuple[Tens
 
 
 def kind_of(step: int, arguments: argparse.Namespace) -> str:
-    """Return the kind of a step: text, then the encoders alone, then everything, half of the steps with sounds."""
+    """Return the kind of a step (see the module): text, then the encoders alone, then everything, half with sounds."""
     if step <= arguments.text_steps:
         return "text"
     if step <= arguments.text_steps + arguments.encoder_steps:
@@ -42,14 +44,14 @@ def kind_of(step: int, arguments: argparse.Namespace) -> str:
 
 
 def turns_of(requests: Requests, kind: str, random: np.random.Generator, count: int) -> list[Turn]:
-    """Return the requests of one step."""
+    """Return `count` random requests for a step of this kind."""
     draws = {"text": requests.text, "seen": requests.seen, "spoken": requests.spoken}
     draw = draws[{"ear": "spoken", "eye": "seen"}.get(kind, kind)]
     return [draw(random) for _ in range(count)]
 
 
 def train(thinker: Any, requests: Requests, arguments: argparse.Namespace) -> None:
-    """Fit the thinker; its weights are written every few hundred steps."""
+    """Fit the thinker, and write `thinker.pt` every 200 steps."""
     random, preprocessors = np.random.default_rng(arguments.seed), Preprocessors.of_checkpoint()
     scores = WordScores(thinker)
     weights = [*thinker.parameters(), scores.nothing]
@@ -75,7 +77,10 @@ def train(thinker: Any, requests: Requests, arguments: argparse.Namespace) -> No
 def loss_of(
     thinker: Any, scores: WordScores, kind: str, turns: list[Turn], preprocessors: Preprocessors
 ) -> tuple[Tensor, tuple[float, float, float]]:
-    """Return the loss of one step, and three figures: loss, right tokens, right replies (encoders: words twice)."""
+    """Return the loss of one step, and (loss, share of right tokens, share of right replies) for the log.
+
+    For the kinds "ear" and "eye", both shares are that of recognised words.
+    """
     inputs, wanted = tensors(turns, preprocessors)
     if kind == "ear":
         made = thinker.get_audio_features(inputs["input_features"], inputs["feature_attention_mask"])
@@ -90,7 +95,7 @@ def loss_of(
 
 
 def shown(means: dict[str, np.ndarray]) -> str:
-    """Return loss, right tokens and right replies of each kind."""
+    """Return a line for the log: loss, share of right tokens and share of right replies, for each kind of step."""
     return "; ".join(f"{kind} {' '.join(f'{value:.3f}' for value in mean)}" for kind, mean in means.items())
 
 

@@ -40,7 +40,11 @@ class Turn:
 
 
 class Requests:
-    """Draws requests; sounds are from a file of ways of speaking."""
+    """Draws random requests with their replies.
+
+    Args:
+        voices: sounds of words, for requests with a sound.
+    """
 
     def __init__(self, voices: Voices) -> None:
         self._voices = voices
@@ -50,7 +54,7 @@ class Requests:
         return Turn(*tasks.text_task(random))
 
     def spoken(self, random: np.random.Generator, longest: int = tasks.LONGEST) -> Turn:
-        """Return a request for the words of a sound."""
+        """Return a request with a sound; the reply is the words in the sound."""
         words = tasks.some_words(random, longest=longest)
         sound, middles = self._voices.say(words, random)
         count = audio_tokens(len(sound) // HOP)
@@ -58,7 +62,7 @@ class Requests:
         return Turn(asked(media, tasks.HEAR, random), words, sound=sound, middles=tuple(middles))
 
     def seen(self, random: np.random.Generator) -> Turn:
-        """Return a request for the name of a picture."""
+        """Return a request with a picture; the reply is the name of the picture."""
         image, name = picture(random)
         count = (image.width // MERGED) * (image.height // MERGED)
         media = "<|vision_start|>" + "<|image_pad|>" * count + "<|vision_end|>"
@@ -66,7 +70,7 @@ class Requests:
 
 
 def asked(media: str, question: str, random: np.random.Generator) -> str:
-    """Return media with the question after it, before it, or without one."""
+    """Return the text of a request: media placeholders with the question after or before them, or without question."""
     return (media + question, question + media, media)[random.choice(3, p=[0.5, 0.25, 0.25])]
 
 
@@ -86,7 +90,7 @@ class Preprocessors:
         return cls(WhisperFeatureExtractor(**settings), Qwen2VLImageProcessor(**settings))
 
     def media(self, turns: list[Turn]) -> dict[str, Tensor]:
-        """Return the thinker's media inputs."""
+        """Return the thinker's inputs for all sounds and pictures of the turns, by name of the input."""
         found: dict[str, Tensor] = {}
         sounds = [turn.sound for turn in turns if turn.sound is not None]
         if sounds:
@@ -101,7 +105,13 @@ class Preprocessors:
 
 
 def tensors(turns: list[Turn], preprocessors: Preprocessors) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the thinker's inputs with the replies in them, and the targets [n, length]; all turns are of one kind."""
+    """Return the thinker's inputs by name, and the token ids to predict [n, length] (IGNORE where there is none).
+
+    The input ids are those of the requests with their replies (teacher forcing).
+
+    Args:
+        turns: all without media, or all with a sound, or all with a picture.
+    """
     vocabulary = world_vocabulary()
     prompts = [ids_of(chat(turn.request), vocabulary) for turn in turns]
     replies = [ids_of(" ".join(turn.reply) + "<|im_end|>", vocabulary) for turn in turns]

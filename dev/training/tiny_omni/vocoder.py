@@ -1,4 +1,4 @@
-"""Fits code2wav to the teacher's words: codes in, the teacher's samples out."""
+"""Fits code2wav to the words of the speech synthesiser (`teacher.py`): codes in, the synthesiser's samples out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ FRAMES = 10
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Codes [frames, groups] and samples of every (voice, word)."""
+    """Codes and sounds of all words.
+
+    Attributes:
+        codes: (voice, word) -> codes [frames, groups].
+        sounds: (voice, word) -> samples at 24 kHz.
+        books: the codebooks that assign the codes.
+        points: features of all frames [frames, dimensions].
+    """
 
     codes: dict[tuple[str, str], np.ndarray]
     sounds: dict[tuple[str, str], np.ndarray]
@@ -57,7 +64,7 @@ def phrase(world: Lexicon, voice: str, words: Sequence[str], pause: int = PAUSE)
 
 
 def example(world: Lexicon, words: Sequence[str], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Cut `FRAMES` frames from a random phrase; its start is not at a word's start."""
+    """Return codes [FRAMES, groups] and samples of a random cut, not aligned with words, from a random phrase."""
     voice = VOICES[random.integers(len(VOICES))]
     said = [words[i] for i in random.integers(len(words), size=4)]
     codes, sound = phrase(world, voice, said, int(random.integers(1, 4)))
@@ -66,7 +73,7 @@ def example(world: Lexicon, words: Sequence[str], random: np.random.Generator) -
 
 
 def build(world: Lexicon, seed: int) -> torch.nn.Module:
-    """Return code2wav with starting values that learn fast."""
+    """Return code2wav with start values from which it can be trained fast."""
     model = whole.build(seed).code2wav
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -78,7 +85,7 @@ def build(world: Lexicon, seed: int) -> torch.nn.Module:
 
 
 def spectrum(sound: Tensor, size: int, hop: int) -> Tensor:
-    """Return the magnitudes of the short-time spectra of sound [n, samples]."""
+    """Return the magnitudes [n, bins, windows] of the short-time spectra of sounds [n, samples]."""
     window = torch.hann_window(size)
     found = torch.stft(sound, size, hop, window=window, return_complex=True)
     return torch.sqrt(found.real**2 + found.imag**2 + 1e-8)

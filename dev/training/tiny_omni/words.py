@@ -1,6 +1,6 @@
-"""The trained model's vocabulary: bytes, and each word of the world and of its requests as one id. Pure.
+"""The trained model's vocabulary: bytes, and an id for each word of `world.WORDS` and `REQUEST_WORDS`.
 
-A word has an id with and without a space before it, so the talker receives one text id for each word.
+A word has two ids, with and without a space before it, so that the talker receives one text id for each word.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Merge = tuple[str, str]
 
 
 def split(word: str, ranks: dict[Merge, int]) -> list[str]:
-    """Return the tokens of a word: the earliest of all merges that apply is done until none applies."""
+    """Return the BPE tokens of a word; `ranks` has the position of each merge in the tokenizer's list of merges."""
     parts = list(word)
     while True:
         found = [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in ranks]
@@ -51,10 +51,12 @@ def split(word: str, ranks: dict[Merge, int]) -> list[str]:
 
 
 def ordered(words: Sequence[str], rounds: int = 10_000) -> tuple[Merge, ...]:
-    """Return merges that make each word one token: a word that is split goes before all others.
+    """Return a list of BPE merges with which each word is one token.
+
+    The merges are made word by word. While a word has several tokens, it is moved to the beginning of the words.
 
     Raises:
-        ValueError: no such order was found.
+        ValueError: after `rounds` attempts a word still has several tokens.
     """
     order = list(words)
     for _ in range(rounds):
@@ -79,10 +81,11 @@ def world_vocabulary() -> Vocabulary:
 
 
 def ids_of(text: str, vocabulary: Vocabulary) -> list[int]:
-    """Return ids of a text of words, special tokens and line ends.
+    """Return the token ids of a text that consists of words, special tokens and line ends.
 
     Raises:
         KeyError: a word has no id.
+        ValueError: the text has other characters.
     """
     pieces = PIECE.findall(text)
     if "".join(pieces) != text:

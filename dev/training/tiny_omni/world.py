@@ -1,4 +1,4 @@
-"""The closed world of the trained tiny model: its words, voices and frames. Pure."""
+"""The closed world of the trained tiny model: the words that it knows, its voices, and the sizes of its sound."""
 
 from __future__ import annotations
 

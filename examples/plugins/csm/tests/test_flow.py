@@ -1,4 +1,4 @@
-"""The flow on simulated stages: the same sound after any loss, and nothing is held."""
+"""Tests the flow on simulated stages: the sound is the same after the loss of any replica, and all state is freed."""
 
 from collections.abc import Iterator
 

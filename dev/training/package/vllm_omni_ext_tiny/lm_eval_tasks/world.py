@@ -13,11 +13,11 @@ FOLDER = Path(__file__).parent
 
 
 def rows(file: str, **_: Any) -> DatasetDict:
-    """Return the rows of a file as the split `test`."""
+    """Return the rows of a JSON-lines file in this folder as the split `test`; lm-eval calls this for a task."""
     lines = (FOLDER / file).read_text().splitlines()
     return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
 
 
 def pictures(doc: dict[str, Any]) -> list[Image.Image]:
-    """Return the picture of a row."""
+    """Return a list with the picture of a row; lm-eval passes it to the model."""
     return [Image.open(io.BytesIO(base64.b64decode(doc["image"]))).convert("RGB")]

@@ -1,4 +1,4 @@
-"""The backbone as a vLLM model: Llama over first codes, with Transformers' depth decoder for the other codes."""
+"""The backbone as a vLLM model: Llama makes the first code of a frame, Transformers' depth decoder the other codes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from vllm_omni_ext.engine.input_provider import Ended, Span
 from vllm_omni_ext.engine.streaming_model import StreamingInputBase
 
 AUDIO, DEPTH = "embed_audio_tokens.weight", "depth_decoder.model.embed_tokens.weight"
-"""The same table in a released checkpoint, which may have one of the two."""
+"""Names of two parameters that are equal; a released checkpoint may contain only one of them."""
 
 
 class CsmBackbone(StreamingInputBase, nn.Module):
@@ -81,7 +81,7 @@ class Utterance:
     params: Any
 
     def noise(self, steps: int, codes: int) -> Tensor:
-        """Return the random numbers of the next frame. With a seed they depend on its position only."""
+        """Return exponential random numbers [steps, codes] for the next frame; a seed and its number determine them."""
         if self.params.seed is None:
             return torch.empty(steps, codes).exponential_()
         generator = torch.Generator().manual_seed((self.params.seed + 1000003 * len(self.frames)) % 2**63)
@@ -89,7 +89,7 @@ class Utterance:
 
 
 class Frames:
-    """The `InputProvider`: computes input rows from ids and frames, and completes the frame of each sampled code."""
+    """The `InputProvider`: computes input rows from ids and frames, and the other codes of a frame after sampling."""
 
     payloads = Prompt
 
@@ -146,7 +146,7 @@ class Frames:
         return made
 
     def _complete(self, hidden: Tensor, first: Tensor, requests: Sequence[Utterance]) -> Tensor:
-        """Return frames [n, codebooks] of first codes [n], sampled from hidden states [n, hidden]."""
+        """Return frames [n, codebooks]: sample the other codes, given hidden states [n, hidden] and first codes [n]."""
         depth, steps = self._model.depth_decoder, self._model.config.num_codebooks - 1
         noise = torch.stack([each.noise(steps, self._model.config.vocab_size) for each in requests]).to(hidden.device)
         cache, codes = DynamicCache(config=depth.config), [first]
@@ -159,7 +159,7 @@ class Frames:
 
 
 def choose(logits: Tensor, noise: Tensor, params: Sequence[Any]) -> Tensor:
-    """Return a code [n] for each row of logits [n, codes], as the request's temperature and top_k say."""
+    """Sample a code for each row of logits [n, codes] with the temperature and top_k of its request; return [n]."""
     chosen = logits.argmax(-1)
     for row, each in enumerate(params):
         if each.temperature < 1e-5:

@@ -1,4 +1,4 @@
-"""The codec: Transformers' Mimi. It encodes a reference sound, and decodes the frames of a stream part by part."""
+"""The codec: Transformers' Mimi. It encodes a reference sound, and decodes the frames of a stream in several parts."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,14 @@ from csm.payloads import CodecParams, Encode
 from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest
 
 CONTEXT = 32
-"""Positions before a part that the convolutions need; those of Mimi reach back 9."""
+"""Positions before a part whose transformer output is kept for the convolutions; Mimi's convolutions need 9."""
 PREFIX = "codec_model."
 
 
 @dataclass
 class Stream:
-    """State of a stream: its last frame's embedding, the transformer's cache, the convolutions' context."""
+    """State between two parts of a stream: the transformer's cache, the embedding of the last frame (`last`), the last
+    `CONTEXT` outputs of the transformer (`context`), and the number of parts so far."""
 
     cache: DynamicCache
     last: Tensor
@@ -38,7 +39,7 @@ class Job:
 
 
 class CsmCodec(PlainModel):
-    """Answers each part in one step. All state of a stream depends on its frames alone."""
+    """Decodes each part of a stream, or encodes a reference sound, in one step."""
 
     payloads = Encode
     params = CodecParams

@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint's stages, from which the planner computes memory on CUDA devices."""
+"""Sizes of a checkpoint's stages, from which the core computes the memory of a deployment on CUDA devices."""
 
 from collections.abc import Mapping
 from typing import Any

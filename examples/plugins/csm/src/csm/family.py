@@ -1,4 +1,4 @@
-"""The declaration of the family. Pure data."""
+"""The declaration of the model family, its pipeline and its stages. Pure data."""
 
 from csm.payloads import BACKBONE, CODEC
 from vllm_omni_ext.plugins.spec import EdgeSpec, ModelFamily, PipelineSpec, StageSpec

@@ -1,6 +1,6 @@
-"""`hf_overrides` of the stages: the config that each stage's engine uses.
+"""The `hf_overrides` functions of the stages: each returns the Hugging Face config that the stage's engine uses.
 
-vLLM first calls each function with a config of its own, which is returned unchanged.
+vLLM first calls each function with an empty config, which is returned unchanged.
 """
 
 from transformers import PretrainedConfig
@@ -10,7 +10,7 @@ MOST_CODES = 1 << 16
 
 
 def backbone(config: PretrainedConfig) -> PretrainedConfig:
-    """Name the model class; a `CsmConfig` has all sizes of the backbone under the names of Llama."""
+    """Set the model class in a `CsmConfig`, which has the backbone's sizes under the names of Llama's config."""
     if hasattr(config, "depth_decoder_config"):
         config.architectures = ["CsmBackbone"]
     return config

@@ -1,4 +1,4 @@
-"""The family in an API server: the flow of an utterance, and the reading of requests."""
+"""The family's code in an API server: the flow of an utterance, and the conversion of requests to utterances."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ class Fields(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Utterance:
-    """Ids of the text, and the reference sound (float32 [samples]) with ids of its text."""
+    """The text to speak, as ids, and an optional reference sound (float32 [samples]) with the ids of its text."""
 
     text: list[int]
     reference: np.ndarray | None = None
@@ -42,7 +42,7 @@ class Utterance:
 
 
 class CsmFlow:
-    """[reference sound -> codec ->] text -> backbone -> frames -> codec -> sound."""
+    """Flow of an utterance: [reference sound -> codec ->] text -> backbone -> frames -> codec -> sound."""
 
     stages = frozenset((BACKBONE, CODEC))
     outputs = frozenset(("audio",))
@@ -108,7 +108,7 @@ class CsmFlow:
 
 
 class Runtime:
-    """Plans utterances."""
+    """The family's `ModelRuntime`: plans a `CsmFlow` for each request."""
 
     fields = Fields
 

@@ -1,4 +1,4 @@
-"""Writes a tiny random checkpoint, with Transformers' own classes."""
+"""Writes a tiny random checkpoint, from Transformers' model class."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ CODEBOOKS, CODES, ENDS = 4, 32, 2.5
 
 
 def write(directory: Path, *, seed: int = 0) -> Path:
-    """Write config, tokenizer and weights; returns the directory."""
+    """Write config, tokenizer and weights; return the directory. Called by `vllm-omni-ext tiny csm`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     words = write_byte_tokenizer(directory, special_tokens=MARKS)
