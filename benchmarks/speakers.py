@@ -62,7 +62,7 @@ class Round:
     Attributes:
         answers, first_sounds: of each answer that began and ended in the measured time.
         silences: silence of each of these answers at a listener who begins at the first sound.
-        steps: number of the talker's steps, and of each the time from the end of the step before, and the device's part.
+        steps: number of talker steps; of each, the time from the end of the step before, and the device's part.
         frames: number of frames in the answers' messages to this process.
         received: time from a step's end until this process had its message.
         handled: time in which this process worked on all messages of the talker.

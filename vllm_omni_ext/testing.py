@@ -276,7 +276,7 @@ class Replica:
         if reply is None:
             return None
         size = next(work.joins)
-        while len(reply.tokens) < size and (more := next(replies, None)) is not None:
+        while 0 < len(reply.tokens) < size and (more := next(replies, None)) is not None:
             if (joined := _joined(reply, more)) is None:
                 work.later = more
                 break

@@ -71,8 +71,8 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
 
     @property
     def most_speech_tokens(self) -> int:
-        """Length in tokens of the thinker's context, which a text of `/v1/audio/speech` must fit in."""
-        return self._limits[THINKER]
+        """Largest number of tokens of a text that is read out: the thinker reads it, and each takes a code at least."""
+        return min(self._limits[THINKER], self.most_codes)
 
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         """Return the flow and the token limits of a request.
@@ -90,7 +90,7 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         text, frames = self._schedules(options)
         speech = self._speech(prompt, request, options)
         if aloud is not None:
-            room = self._limits[THINKER] - len(prompt) - 1
+            room = min(self._limits[THINKER] - len(prompt) - 1, budget)
             if len(aloud.reply) > room:
                 raise too_long(f"{len(aloud.reply)} tokens", room)
             flow = ReadAloudFlow(speech, aloud.reply, text=text, frames=frames)

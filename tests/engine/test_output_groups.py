@@ -149,7 +149,9 @@ def test_frames_before_an_error_are_sent(new_engine: Callable[[], Engine]) -> No
     assert (engine.sent["a"], engine.ends) == ([0, 1, 2], {"a": "error"})
 
 
-events = st.lists(st.tuples(st.sampled_from(["open", "extend", "last", "abort", "steps"]), st.integers(0, 5)), max_size=30)
+events = st.lists(
+    st.tuples(st.sampled_from(["open", "extend", "last", "abort", "steps"]), st.integers(0, 5)), max_size=30
+)
 
 
 @given(events=events)

@@ -54,7 +54,7 @@ HOST = "127.0.0.1"
 JOIN = Join(ticket="t", stage="talker", model="m", config_hash="t", version="1", host="10.0.0.2")
 MARK = Present(ticket="a mark between messages")
 NOT_JOINED = "this replica has not joined, or was given up"
-EXPECTED = Expected(model="m", version="1", stages={"talker": "t", "thinker": "h"})
+EXPECTED = Expected(models={"talker": "m", "thinker": "m"}, version="1", stages={"talker": "t", "thinker": "h"})
 
 
 class ReplicaSupervisor(ChildSupervisor):
@@ -354,7 +354,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., headless.H
     """Makes headless sides of a head at a port, without a secret."""
     plan: Any = SimpleNamespace(config=OmniConfig(timeouts=Timeouts(startup_timeout_s=PATIENCE_S)), model="m")
     monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
-    monkeypatch.setattr(headless, "model_identity", lambda model: model)
+    monkeypatch.setattr(headless, "model_of", lambda plan, stage: plan.model)
     monkeypatch.setattr(headless, "__version__", "1")
     made: list[headless.HeadClient] = []
 

@@ -19,7 +19,7 @@ from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.spec import EdgeSpec
-from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity
+from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity, model_of
 from vllm_omni_ext.topology.machine import Machine
 from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
 
@@ -192,6 +192,16 @@ def test_the_identity_of_a_model_does_not_depend_on_its_path(tmp_path: Path) -> 
     noisy = {"text": {"layers": 2, "_name_or_path": "/x"}, "transformers_version": "5", "architectures": ["A"]}
     (Path(there) / "config.json").write_text(json.dumps(noisy, indent=4))
     assert model_identity(here) == model_identity(there)
+
+
+def test_a_revision_and_another_config_of_a_stage_are_part_of_its_model(tmp_path: Path) -> None:
+    hub = replace(plan_with(ARGS), model="someone/a-model")
+    path = write(tmp_path / "model")
+    local, other = replace(hub, model=path), write(tmp_path / "other", config={"architectures": ["B"]})
+    changed = [({}, hub), ({"revision": "abc"}, hub), ({}, local), ({"hf_config_path": other}, local)]
+    models = [model_of(replace(plan, stages=plan_with({**ARGS, **args}).stages), "talker") for args, plan in changed]
+    assert len(set(models)) == 4
+    assert models[2] == model_of(replace(local, stages=plan_with({**ARGS, "hf_config_path": path}).stages), "talker")
 
 
 def test_models_with_other_weights_or_configs_have_other_identities(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_capabilities(runtime: Qwen2_5OmniRuntime) -> None:
     assert capabilities.card == {
         "voices": ["Chelsie", "Ethan"],
         "default_voice": "Chelsie",
-        MOST_SPEECH_TOKENS: LIMITS["thinker"],
+        MOST_SPEECH_TOKENS: 80,
     }
 
 
@@ -120,7 +120,7 @@ def test_a_text_is_read_by_all_stages(runtime: Qwen2_5OmniRuntime) -> None:
     [
         ({"prompt": [1] * 98}, {}, PromptTooLong, "messages"),
         ({"prompt": PROMPT}, {"params": {"talker": SamplingParams(max_tokens=81)}}, RequestError, "talker.max_tokens"),
-        ({"data": ReadAloud(prompt=PROMPT, reply=[1] * 196)}, {}, RequestError, "input"),
+        ({"data": ReadAloud(prompt=PROMPT, reply=[1] * 81)}, {}, RequestError, "input"),
     ],
 )
 def test_what_has_no_room_is_refused(

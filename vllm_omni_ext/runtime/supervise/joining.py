@@ -33,7 +33,7 @@ from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.runtime.supervise.coordination import Coordination
 from vllm_omni_ext.runtime.supervise.process_watcher import ReplicaSupervisor
-from vllm_omni_ext.topology.agreement import config_hash, model_identity
+from vllm_omni_ext.topology.agreement import config_hash, model_of
 from vllm_omni_ext.topology.plan import Plan
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -134,24 +134,31 @@ FROM_HEAD: Channel[FromHead] = Channel(msgspec.msgpack.Decoder(FromHead), MAX_AN
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The values of the head that a `Join` must equal. `stages`: `config_hash` by stage name."""
+    """The values of the head that a `Join` must equal.
 
-    model: str
+    Attributes:
+        models: identity of the model by stage name (`topology.agreement.model_of`).
+        version: version of this package.
+        stages: `config_hash` by stage name.
+    """
+
+    models: Mapping[str, str]
     version: str
     stages: Mapping[str, str]
 
     @classmethod
     def of(cls, plan: Plan) -> Expected:
         """Return the values of a plan that a joining replica must have too."""
-        stages = {stage.name: config_hash(plan, stage.name) for stage in plan.stages}
-        return cls(model=model_identity(plan.model), version=__version__, stages=stages)
+        names = [stage.name for stage in plan.stages]
+        stages = {name: config_hash(plan, name) for name in names}
+        return cls(models={name: model_of(plan, name) for name in names}, version=__version__, stages=stages)
 
     def objection(self, replica: Join) -> str:
         """Return the reason to refuse a replica (another model, version, ...); "" if the replica may join."""
         if replica.stage not in self.stages:
             return f"there is no stage '{replica.stage}'; there are {', '.join(sorted(self.stages)) or 'none'}"
         compared = (
-            ("model", replica.model, self.model),
+            ("model", replica.model, self.models[replica.stage]),
             ("package version", replica.version, self.version),
             (f"configuration hash of stage '{replica.stage}'", replica.config_hash, self.stages[replica.stage]),
         )
