@@ -8,7 +8,7 @@ has no HTTP. The first answers of the speakers begin at different times.
 A row has, for a number of speakers: answers a second; time of an answer and of its first sound; the talker's steps,
 what they took beyond the device's time, and how long this process worked for each of them; and silence at a listener.
 
-    python benchmarks/speakers.py [MODEL] [--speakers 1 32 64] [--seconds 20] [--json FILE]
+    python benchmarks/speakers.py [MODEL] [--speakers 1 32 64] [--joined 1 8] [--seconds 20] [--json FILE]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext.cli.settings import from_kwargs
 from vllm_omni_ext.compat import activate
+from vllm_omni_ext.connectors import codec_stream
 from vllm_omni_ext.connectors.playback import Player
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.chunks import AudioChunk
@@ -71,6 +72,7 @@ class Round:
     """
 
     speakers: int
+    joined: int = 0
     seconds: float = 0.0
     answers: list[float] = field(default_factory=list)
     first_sounds: list[float] = field(default_factory=list)
@@ -126,14 +128,14 @@ def cpu(deployment: Any) -> dict[str, float]:
     return spent
 
 
-async def measured(speakers: Speakers, count: int, steps: list[Step], deployment: Any, args: Any) -> Round:
+async def measured(speakers: Speakers, count: int, joined: int, steps: list[Step], deployment: Any, args: Any) -> Round:
     """Measure one number of speakers."""
     speakers.late = [random.Random(number).uniform(0.0, SPREAD_S) for number in range(count)]
     async with closed_loop(speakers, count):
         await asyncio.sleep(SPREAD_S + SETTLE_S)
         talker = speakers.omni.replica_connections.replicas[TALKER].client
         await talker.collective_rpc_async(TAKE_STEPS)
-        speakers.round = done = Round(count)
+        speakers.round = done = Round(count, joined)
         first, own, engines, began = len(steps), time.process_time(), cpu(deployment), time.monotonic()
         await asyncio.sleep(args.seconds)
         speakers.round = None
@@ -160,7 +162,11 @@ async def measure(deployment: Any, prompt: list[int], args: Any) -> list[Round]:
     try:
         speakers, steps = Speakers(omni, prompt), watch(omni.replica_connections.replicas[TALKER])
         await speakers()
-        return [await measured(speakers, count, steps, deployment, args) for count in args.speakers]
+        rounds = []
+        for count, joined in itertools.product(args.speakers, args.joined):
+            codec_stream.MOST_JOINED = joined
+            rounds.append(await measured(speakers, count, joined, steps, deployment, args))
+        return rounds
     finally:
         omni.shutdown(timeout=0)
 
@@ -172,13 +178,29 @@ def device_s(done: Round) -> float:
 
 def show(rounds: Sequence[Round]) -> None:
     """Print one line for each number of speakers."""
-    names = ("speakers", "answers/s", "answer, s", "of it device", "first sound", "step", "beyond", "received")
+    names = (
+        "speakers",
+        "joined",
+        "answers/s",
+        "answer, s",
+        "of it device",
+        "first sound",
+        "step",
+        "beyond",
+        "received",
+    )
     names += ("handled", "own CPU", "messages", "silence", "late", "load")
     print("".join(f"{name:>14}" for name in names))
     for each in rounds:
         beyond = [interval - device for interval, device in zip(each.intervals, each.device, strict=True)]
         answer = statistics.median(each.answers)
-        cells: list[float] = [each.speakers, each.frames / (FRAMES + 1) / each.seconds, answer, device_s(each) / answer]
+        cells: list[float] = [
+            each.speakers,
+            each.joined,
+            each.frames / (FRAMES + 1) / each.seconds,
+            answer,
+            device_s(each) / answer,
+        ]
         times = (each.first_sounds, each.intervals, beyond, each.received)
         cells += [MS * statistics.median(some) for some in times]
         cells += [MS * each.handled / each.steps, MS * each.own_cpu / each.steps, each.messages / each.steps]
@@ -193,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--speakers", nargs="+", type=int, default=[1, 32, 64], help="answers at once")
+    joined = [codec_stream.MOST_JOINED]
+    arguments.add_argument("--joined", nargs="+", type=int, default=joined, help="most frames in a talker's output")
     arguments.add_argument("--seconds", type=float, default=20.0, help="measured time of each number")
     arguments.add_argument("--step-ms", nargs=3, type=float, default=list(STEP_MS.values()), help="of each stage")
     arguments.add_argument("--token-us", nargs=3, type=float, default=list(TOKEN_US.values()), help="of each stage")

@@ -204,7 +204,11 @@ def test_sound_never_pauses_because_frames_are_joined(sizes: list[int], gaps: li
     group, player, messages = OutputGroup(client=0, most=stream.joined["group"], rate=RATE), Player(), 0
     for number, now in enumerate(times):
         last = number == len(times) - 1
-        for each in [*group.add(output(number), now), *(group.take() if last else [])]:
+        sent = list[EngineCoreOutput]()
+        group.add(output(number), now, sent)
+        if last:
+            group.take(sent)
+        for each in sent:
             messages += 1
             ends = last and each.new_token_ids[-1] == number
             part = stream.take(each.pooling_output.numpy(), last=ends, at=now)
@@ -219,7 +223,7 @@ def test_sound_never_pauses_because_frames_are_joined(sizes: list[int], gaps: li
 
 def test_few_messages_are_sent_while_the_listener_has_sound() -> None:
     """A frame is made in 23 ms and played in 80 ms."""
-    group, messages = OutputGroup(client=0, most=8, rate=RATE), 0
+    group, sent = OutputGroup(client=0, most=8, rate=RATE), list[EngineCoreOutput]()
     for number in range(100):
-        messages += len(group.add(output(number), number * 0.023))
-    assert messages <= 25
+        group.add(output(number), number * 0.023, sent)
+    assert len(sent) <= 25

@@ -46,8 +46,8 @@ class OutputGroup:
         unused = self.sent - (now - self.began) * self.rate
         return max(1, min(self.most, int(unused / 2)))
 
-    def add(self, output: EngineCoreOutput, now: float) -> list[EngineCoreOutput]:
-        """Add the output of a step; return the outputs to send now, in their order.
+    def add(self, output: EngineCoreOutput, now: float, sent: list[EngineCoreOutput]) -> None:
+        """Hold the output of a step, or append it to `sent` with the held ones before it.
 
         An output with more than tokens and a tensor, e.g. a finish reason, is not joined: the held outputs are sent
         before it.
@@ -55,32 +55,37 @@ class OutputGroup:
         Args:
             output: its tensor is data of the model, not a message of `wire.envelope`.
             now: seconds of the same clock as `began`.
+            sent: outputs that the API server gets now, in their order.
         """
         if not _joins(output):
-            return [*self.take(), output]
-        tensor = output.pooling_output
-        sent = self.take() if self.held is not None and (tensor is None) == bool(self.tensors) else []
-        if self.held is None:
-            self.held = output
+            self.take(sent)
+            sent.append(output)
+            return
+        tensor, held = output.pooling_output, self.held
+        if held is not None and (tensor is None) == bool(self.tensors):
+            self.take(sent)
+            held = None
+        if held is None:
+            held = self.held = output
         else:
-            self.held.new_token_ids += output.new_token_ids
+            held.new_token_ids += output.new_token_ids
         if tensor is not None:
             self.tensors.append(tensor)
-        if len(self.held.new_token_ids) >= self.size(now):
-            sent += self.take()
-            self.began = now if self.began is None else self.began
-        return sent
+        if len(held.new_token_ids) >= self.size(now):
+            self.take(sent)
+            if self.began is None:
+                self.began = now
 
-    def take(self) -> list[EngineCoreOutput]:
-        """Return the held outputs as one output, which is no longer held; an empty list if none is held."""
+    def take(self, sent: list[EngineCoreOutput]) -> None:
+        """Append the held outputs to `sent` as one output, which is no longer held; do nothing if none is held."""
         if (held := self.held) is None:
-            return []
+            return
         if len(self.tensors) > 1:
             held.pooling_output = torch.cat(self.tensors)
         self.sent += len(held.new_token_ids)
         self.held = None
         self.tensors.clear()
-        return [held]
+        sent.append(held)
 
 
 def _joins(output: EngineCoreOutput) -> bool:

@@ -244,21 +244,26 @@ class StreamingInput(Scheduler):
 
         The held outputs of a request are sent if its next step may not follow soon: it lacks input, or is preempted.
         """
-        now = time.monotonic()
+        now, groups, waiting = time.monotonic(), self._groups, dict(self._groups)
         for group in outputs.values():
             sent: list[EngineCoreOutput] = []
             for each in group.outputs:
-                joiner = self._groups.get(each.request_id)
-                sent += [each] if joiner is None else joiner.add(each, now)
-                if joiner is not None and each.finish_reason is not None:
-                    del self._groups[each.request_id]
+                name = each.request_id
+                if (joiner := groups.get(name)) is None:
+                    sent.append(each)
+                    continue
+                joiner.add(each, now, sent)
+                if each.finish_reason is not None:
+                    del groups[name], waiting[name]
+                elif joiner.held is None or self._progress[name].complete:
+                    del waiting[name]
             group.outputs = sent
-        for name, joiner in list(self._groups.items()):
+        for name, joiner in waiting.items():
             request = self.requests.get(name) or self._parked.get(name)
             if request is None:
-                del self._groups[name]
+                del groups[name]
             elif joiner.held and (request.status is not RequestStatus.RUNNING or self._stuck(request)):
-                outputs.setdefault(joiner.client, EngineCoreOutputs()).outputs += joiner.take()
+                joiner.take(outputs.setdefault(joiner.client, EngineCoreOutputs()).outputs)
         return {client: group for client, group in outputs.items() if _has_news(group)}
 
     def _cache_blocks(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
