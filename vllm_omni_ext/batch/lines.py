@@ -20,7 +20,7 @@ FORMS = {
     "/v1/audio/translations": {"file_url": "file"},
     "/v1/images/edits": {"image_url": "image", "mask_url": "mask"},
 }
-"""Routes that take a form: names of the form's files, by the field of the body that has their URL."""
+"""Routes that take a form: name of a file in the form, by the field of a line's `body` that has the file's URL."""
 
 ROUTES = frozenset(
     {
@@ -38,10 +38,10 @@ ROUTES = frozenset(
         *FORMS,
     }
 )
-"""The routes that a line may name. Routes of operators are not among them."""
+"""The allowed values of a line's `url`. Operators' routes are not allowed."""
 
 PRIORITY_HEADER = "X-Vllm-Priority"
-"""vLLM's header with a request's priority; the lowest is scheduled first, and 0 is the priority without it."""
+"""vLLM's header with a request's priority; the lowest is scheduled first. Without the header, the priority is 0."""
 
 STREAM_FIELDS = ("stream", "stream_format")
 EVENTS = "text/event-stream"
@@ -49,18 +49,24 @@ LONGEST_ID = 512
 """Most characters of a `custom_id`."""
 
 LINE = "line"
-"""Field of the error of a line that was not sent: its number in the input, from 1."""
+"""Key of `error` in the output of an invalid line, which was not sent: number of the line in the input, from 1."""
 
 EXPIRED = "batch_expired"
-"""Error code of OpenAI's for a line that was not answered in time."""
+"""OpenAI's error code for a line that was not answered before its batch expired."""
 
 SERVERS_ENDED = "server_error"
-"""Error code of a line that is not sent again, since API servers ended while they answered it."""
+"""Error code of a line that is not sent again, as `sends.MOST_ENDED` API servers have ended while they answered it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A line that can be sent. `number`: of the line in the input, from 1."""
+    """A valid line of the input, i.e. a request.
+
+    Attributes:
+        number: number of the line in the input, from 1.
+        url: the route, one of `ROUTES`.
+        body: fields of the request.
+    """
 
     number: int
     custom_id: str
@@ -70,7 +76,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class BadLine:
-    """A line that cannot be sent, and the reason."""
+    """An invalid line of the input, which is not sent.
+
+    Attributes:
+        number: number of the line in the input, from 1.
+        message: the reason.
+        parameter: name of the wrong field; None: the line is not a JSON object.
+    """
 
     number: int
     custom_id: str | None
@@ -83,23 +95,28 @@ Line: TypeAlias = Job | BadLine
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A line of the output. `answered`: the server's answer has a status below 400."""
+    """A line of the output.
+
+    Attributes:
+        answered: the server's answer has a status below 400; False: an error, or the line was not sent.
+        line: the JSON object.
+    """
 
     answered: bool
     line: dict[str, Any]
 
     def encoded(self) -> bytes:
-        """Return the line as it is written to the file, with its end."""
+        """Return the line as JSON, followed by a newline."""
         return json.dumps(self.line, separators=(",", ":")).encode() + b"\n"
 
 
 @dataclass(kw_only=True)
 class Done:
-    """The lines of an input that have a line of output.
+    """The lines of an input for which an output file has a result; returned by `read_done`.
 
     Attributes:
-        ids: `custom_id` of the lines that were sent.
-        lines: numbers of the lines that were not sent, because they are wrong.
+        ids: `custom_id` of the valid lines.
+        lines: numbers of the invalid lines, which were not sent.
         size: bytes of the output without an incomplete last line.
         count: number of lines of the output.
     """
@@ -110,12 +127,12 @@ class Done:
     count: int = 0
 
     def has(self, line: Line) -> bool:
-        """Return whether a line of the input has a line of output."""
+        """Return whether the output file has a result for a line of the input."""
         return line.number in self.lines if isinstance(line, BadLine) else line.custom_id in self.ids
 
 
 def read_lines(source: Iterable[bytes], *, endpoint: str | None = None) -> Iterator[Line]:
-    """Yield the lines of an input; empty lines are skipped.
+    """Yield a `Job` or `BadLine` for each line of an input; empty lines are skipped.
 
     Args:
         endpoint: the only route that lines may name; None: all of `ROUTES`.
@@ -130,7 +147,7 @@ def read_lines(source: Iterable[bytes], *, endpoint: str | None = None) -> Itera
 
 
 class _Wrong(Exception):
-    """A line is wrong: message, and name of the field."""
+    """A line is invalid. Its `args` are (message, name of the wrong field or None)."""
 
 
 def _read(number: int, data: bytes, seen: set[str], endpoint: str | None) -> Line:
@@ -180,7 +197,13 @@ def _check(line: dict[str, Any], endpoint: str | None) -> None:
 
 
 def _check_files(url: str, body: dict[str, Any]) -> None:
-    """Check the fields with the URLs of a form's files: the first one is required, and a file itself is refused."""
+    """Check the fields of a line's body that have the URLs of files (see `FORMS`).
+
+    The first of these fields is required. A field with the name of the file itself is refused.
+
+    Raises:
+        _Wrong: a field is missing, not a URL, or refused.
+    """
     for place, (name, part) in enumerate(FORMS.get(url, {}).items()):
         if part in body:
             raise _Wrong(f"{part}: a line has no files; write their URL or data URL in {name}", part)
@@ -193,10 +216,14 @@ def _check_files(url: str, body: dict[str, Any]) -> None:
 
 
 def answer(custom_id: str, request_id: str, status: int, content_type: str, data: bytes) -> Result:
-    """Return the output line of an answer.
+    """Return the line of the output for a server's answer.
 
-    JSON is copied. Another body becomes an object with its `content_type`, and its `text`, or its bytes as base64 in
-    `data`. An error is in `error`, as `vllm run-batch` writes it, and in `response.body`, as OpenAI does.
+    A JSON body is copied. Any other body is written as an object with `content_type`, and with `text` or `data` (the
+    bytes as base64). An error is written to `error`, as by `vllm run-batch`, and to `response.body`, as by OpenAI.
+
+    Args:
+        status: HTTP status of the answer.
+        data: body of the answer.
     """
     kind = content_type.partition(";")[0].strip().lower()
     body: Any
@@ -215,7 +242,7 @@ def answer(custom_id: str, request_id: str, status: int, content_type: str, data
 
 
 def _json(data: bytes) -> Any:
-    """Return the value of a JSON text; None if it is none."""
+    """Return the value of a JSON text; None if the text is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -223,19 +250,23 @@ def _json(data: bytes) -> Any:
 
 
 def refused(line: BadLine) -> Result:
-    """Return the output line of a line that cannot be sent."""
+    """Return the line of the output for an invalid line of the input."""
     error = {"code": "invalid_request", "message": line.message, "param": line.parameter, LINE: line.number}
     return Result(answered=False, line=_line(line.custom_id, None, error))
 
 
 def expired(job: Job) -> Result:
-    """Return the output line of a line whose answer did not come before the batch expired."""
+    """Return the line of the output for a line that was not answered before its batch expired."""
     error = {"code": EXPIRED, "message": "the batch expired before the request was answered"}
     return Result(answered=False, line=_line(job.custom_id, None, error))
 
 
 def given_up(job: Job, ended: int) -> Result:
-    """Return the output line of a line that is not sent again: `ended` API servers ended while they answered it."""
+    """Return the line of the output for a line that is not sent again.
+
+    Args:
+        ended: number of API servers that have ended while they answered the line.
+    """
     message = f"the request is not sent again: {ended} API servers ended while they answered it"
     error = {"code": SERVERS_ENDED, "message": message}
     return Result(answered=False, line=_line(job.custom_id, None, error))
@@ -246,7 +277,9 @@ def _line(custom_id: str | None, response: dict[str, Any] | None, error: Any) ->
 
 
 def read_done(path: Path) -> Done:
-    """Return the lines that an output file has; a file that does not exist has none.
+    """Read an output file, and return the lines of the input for which it has a result.
+
+    A missing file counts as empty. An incomplete last line, which a process left that was killed, is ignored.
 
     Raises:
         ConfigError: a complete line of the file is not one of a batch's output.

@@ -1,4 +1,4 @@
-"""Runs the lines of a batch: sends each to a server's route, again if the server is not available, some at a time."""
+"""Sends the lines of a batch to a server's routes, several at a time, and again while the server is not available."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ AGAIN = frozenset(
         HTTPStatus.GATEWAY_TIMEOUT,
     }
 )
-"""Statuses after which a line is sent again."""
+"""HTTP statuses of answers after which a line is sent again."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Pauses before a line is sent again; each is twice as long as the one before, less up to half of it at random."""
 
 CONNECT_S = 30.0
-"""Time limit of a connection. The server limits the time of an answer (`request_timeout_s`)."""
+"""Time limit in seconds for opening a connection. The server limits the time of an answer (`request_timeout_s`)."""
 
 Fetch = Callable[[str], Awaitable[bytes]]
 
@@ -51,7 +51,7 @@ class Sender:
     Args:
         client: its base URL is the server's, without `/v1`.
         fetch: returns the bytes behind an http or https URL; raises NotFetched.
-        headers: of every request.
+        headers: sent with every request.
         attempts: how often a line is sent before `ServerGone` is raised; None: until it is answered.
     """
 
@@ -64,10 +64,10 @@ class Sender:
         self._attempts = attempts
 
     async def __call__(self, job: Job) -> Result:
-        """Send one line, and return its line of output.
+        """Send one line until the server has answered it, and return its line of the output.
 
         Raises:
-            ServerGone: after the last attempt.
+            ServerGone: the server was not available in any of the attempts.
         """
         request_id = f"batch-{uuid.uuid4().hex}"
         try:
@@ -97,7 +97,7 @@ class Sender:
             await asyncio.sleep(longest * random.uniform(0.5, 1))
 
     async def _content(self, job: Job) -> dict[str, Any]:
-        """Return httpx's arguments for the body: JSON, or a form with its files."""
+        """Return httpx's arguments for a line's body: JSON, or a form with fetched files for the routes in `FORMS`."""
         if job.url not in FORMS:
             return {"content": json.dumps(job.body).encode(), "headers": {"Content-Type": "application/json"}}
         files, fields = [], dict(job.body)
@@ -113,7 +113,7 @@ class Sender:
 
 
 def read_data_url(url: str) -> bytes:
-    """Return the bytes of a data URL. Raises NotFetched: it is not a data URL."""
+    """Return the bytes of a data URL. Raises NotFetched: the URL is malformed."""
     header, comma, data = url.partition(",")
     try:
         if comma:
@@ -145,15 +145,17 @@ async def run(
     write: Callable[[Result], None],
     places: asyncio.Semaphore,
 ) -> None:
-    """Run lines, and write each result when it is there.
+    """Send the lines of an input, several at a time, and write each result on arrival.
 
     Args:
-        lines: read in threads, as a line may be long; the next one is read when the one before is being sent.
-        places: a line is sent when it has got one of these, which it has until its result is written. Several batches
-            with the same object take turns.
+        lines: `next` is called in a thread, as reading a long line takes time.
+        send: sends a line, and returns its line of the output.
+        write: appends a line to the output.
+        places: acquired before a line is sent, and released after its result was written. Several calls that share the
+            semaphore take turns.
 
     Raises:
-        ServerGone: a line could not be sent; the lines that are being sent are cancelled.
+        ServerGone: a line could not be sent; the other lines that are being sent are cancelled.
         OSError: a result could not be written.
     """
 

@@ -1,4 +1,4 @@
-"""Records the lines of a batch that are sent, so that a line which ends API servers is not sent without limit."""
+"""Records which lines of a batch are being answered, so that a line that crashes API servers is not sent forever."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Container
 from pathlib import Path
 
 MOST_ENDED = 3
-"""Number of API servers that may end while they answer a line; the line then gets an error."""
+"""Number of API servers that may end while they answer the same line. Then the line's result is an error."""
 
 BEGUN, WITHDRAWN = b"+", b"-"
 
 
 class Sends:
-    """A file with an entry for each time that an API server has begun a line, and for each time that it stopped it.
+    """A file to which an API server appends an entry when it begins to answer a line, and when it stops an answer.
 
-    A line whose entries say that it was begun, and which has no line of output, was being answered when its API server
-    ended. Entries survive the end of the process, not that of the machine.
+    A line that was begun and not stopped, and has no result, was being answered when its API server ended. Entries
+    survive the end of the process, but perhaps not a crash of the machine.
 
     Args:
-        path: the file, which is written again with the lines that are not in `done`.
-        done: `custom_id` of lines that have a line of output.
+        path: the file; entries of lines in `done` are removed from it.
+        done: `custom_id` of lines that have a result.
     """
 
     def __init__(self, path: Path, done: Container[str]) -> None:
@@ -35,15 +35,15 @@ class Sends:
             os.replace(temporary, path)
 
     def ended(self, custom_id: str) -> int:
-        """Return the number of API servers that had ended while they answered the line, when the file was read."""
+        """Return the number of API servers that ended while they answered a line, before this object was created."""
         return self._ended.get(custom_id, 0)
 
     def begin(self, custom_id: str) -> None:
-        """Add the entry of a line that is sent now."""
+        """Record that this API server begins to answer a line."""
         self._append(BEGUN, custom_id)
 
     def withdraw(self, custom_id: str) -> None:
-        """Undo `begin`: this API server stops the line, and it did not end because of it."""
+        """Record that this API server stops its answer to a line, e.g. at shutdown; `ended` does not count it."""
         self._append(WITHDRAWN, custom_id)
 
     def _append(self, sign: bytes, custom_id: str) -> None:
@@ -56,7 +56,7 @@ def _entry(sign: bytes, custom_id: str) -> bytes:
 
 
 def _read(path: Path) -> Counter[str]:
-    """Return the number of times that each line was begun and not withdrawn; an incomplete last entry is left out."""
+    """Return how often each line was begun and not withdrawn, by `custom_id`; an incomplete last entry is ignored."""
     found: Counter[str] = Counter()
     if path.exists():
         for entry in path.read_bytes().split(b"\n")[:-1]:

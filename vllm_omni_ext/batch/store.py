@@ -6,9 +6,9 @@
     batches/ID.cancel   the time at which the batch was cancelled
     batches/ID.sends    the lines that API servers have begun (`Sends`); removed when the batch has ended
     lock                locked by the API server that runs the batches
-    wake                a named pipe that this API server reads: another one has created or cancelled a batch
+    wake                a named pipe, read by that API server; the others write to it after a change of the batches
 
-Every file but those of an output is replaced as a whole.
+Lines are appended to the files of an output and to ID.sends. All other files are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_UNFINISHED = 100
 """Most batches that have not ended."""
 
 MOST_BATCHES = 10_000
-"""Number of batches above which the oldest ones that have ended are forgotten. Their files stay."""
+"""Number of batches above which the records of the oldest ended ones are deleted. Their input and output files stay."""
 
 MIB = 1 << 20
 
@@ -54,17 +54,21 @@ NEXT: dict[str, frozenset[str]] = {
     "finalizing": frozenset({"completed", "failed"}),
     "cancelling": frozenset({"cancelled", "failed"}),
 }
-"""The states that follow a state; none follows those in `ENDED`."""
+"""Allowed next statuses of a batch, by status. A status in `ENDED` does not change."""
 
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
 
 class NotFound(LookupError):
-    """There is no file or batch of this id."""
+    """No file or batch has this id."""
 
 
 class Full(Exception):
-    """A limit of the folder is reached. `many`: of a number of files or batches; otherwise of bytes."""
+    """A limit of the folder is reached.
+
+    Args:
+        many: the limit is one of the number of files or batches; False: of their bytes.
+    """
 
     def __init__(self, message: str, *, many: bool = False) -> None:
         super().__init__(message)
@@ -72,7 +76,7 @@ class Full(Exception):
 
 
 class InUse(Exception):
-    """A batch that has not ended needs the file."""
+    """The file cannot be deleted, as it is the input of a batch that has not ended."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,16 +89,18 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
 
     def as_object(self) -> dict[str, Any]:
-        """Return OpenAI's object of a file."""
+        """Return the file's object in the format of OpenAI's API."""
         return {"object": "file", "status": "processed", **msgspec.to_builtins(self)}
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch.
+    """The record of a batch.
 
     Attributes:
-        at: Unix time in seconds of each state that the batch has had.
-        output, failures: ids of the files of its output; they are listed when the batch has ended, unless empty.
+        created_at, expires_at: Unix time in seconds.
+        at: Unix time in seconds at which the batch got a status, by status.
+        output, failures: ids of the files with the answers, and with the errors. `/v1/files` lists them when the batch
+            has ended, unless they are empty.
         total, completed, failed: numbers of lines; 0 until the input is read.
         errors: why the batch has failed, as OpenAI's `errors.data`.
     """
@@ -116,7 +122,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     errors: list[dict[str, Any]] = []
 
     def to(self, status: Status, **changes: Any) -> Batch:
-        """Return the batch in another state; AssertionError if that does not follow its state."""
+        """Return a copy of the record with another status and `changes`; AssertionError if `NEXT` does not allow it."""
         assert status in NEXT.get(self.status, ()), f"{status} does not follow {self.status}"
         return msgspec.structs.replace(self, status=status, at={**self.at, status: int(time.time())}, **changes)
 
@@ -127,12 +133,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store:
-    """The folder. All methods block, for the time of a few operations on files.
+    """Reads and writes the folder of files and batches. All methods block, for the time of a few file operations.
 
     Args:
-        folder: is created if it does not exist, for its user alone.
-        most: most bytes of all files.
-        most_lines: of a batch.
+        folder: created if it does not exist; only its user can read it.
+        most: limit of the bytes of all files.
+        most_lines: limit of the lines of a batch.
     """
 
     def __init__(self, folder: Path, *, most: int, most_lines: int = MOST_LINES) -> None:
@@ -147,7 +153,11 @@ class Store:
     # -- files --------------------------------------------------------------------------------------------------
 
     def add_file(self, name: str, size: int, source: IO[bytes]) -> FileRecord:
-        """Copy an input into the folder.
+        """Copy an uploaded file into the folder, and return its record.
+
+        Args:
+            name: the client's name of the file.
+            size: number of bytes of the file.
 
         Raises:
             Full: the folder has too many bytes or files.
@@ -178,7 +188,7 @@ class Store:
         return record
 
     def check_room(self, more: int = 0) -> None:
-        """Raise Full if the folder would have too many bytes with `more` bytes."""
+        """Raise Full if the bytes of the folder's files and `more` further bytes exceed the limit."""
         used = 0
         for entry in os.scandir(self._files):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -192,19 +202,19 @@ class Store:
         return self._files / f"{file_id}.jsonl"
 
     def file(self, file_id: str) -> FileRecord:
-        """Return a file's record; NotFound without such a file."""
+        """Return a file's record; NotFound if no file has this id."""
         return _read(self._files, file_id, FileRecord)
 
     def files(self) -> list[FileRecord]:
-        """Return all files, the oldest first."""
+        """Return the records of all files, the oldest first."""
         return _all(self._files, FileRecord)
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file.
 
         Raises:
-            NotFound: there is no such file.
-            InUse: a batch needs it.
+            NotFound: no file has this id.
+            InUse: the file is the input of a batch that has not ended.
         """
         self.file(file_id)
         for batch in self.batches():
@@ -216,13 +226,14 @@ class Store:
     # -- batches ------------------------------------------------------------------------------------------------
 
     def add_batch(self, *, endpoint: str, input_file_id: str, window: str, seconds: int, metadata: Any) -> Batch:
-        """Create a batch.
+        """Create a batch, and return its record.
 
         Args:
-            window: the request's `completion_window`, which are so many `seconds`.
+            window: the request's `completion_window`, e.g. "24h".
+            seconds: duration of `window`, after which the batch expires.
 
         Raises:
-            NotFound: there is no such file.
+            NotFound: no file has the id `input_file_id`.
             Full: too many batches have not ended, or the files have too many bytes.
         """
         self.file(input_file_id)
@@ -249,15 +260,15 @@ class Store:
         return batch
 
     def batch(self, batch_id: str) -> Batch:
-        """Return a batch; NotFound without such a batch."""
+        """Return a batch's record; NotFound if no batch has this id."""
         return _read(self._batches, batch_id, Batch)
 
     def batches(self) -> list[Batch]:
-        """Return all batches, the oldest first."""
+        """Return the records of all batches, the oldest first."""
         return _all(self._batches, Batch)
 
     def save(self, batch: Batch) -> None:
-        """Write a batch."""
+        """Write a batch's record to its file."""
         _write(self._batches / f"{batch.id}.json", batch)
         if batch.ended:
             self._sends(batch).unlink(missing_ok=True)
@@ -266,7 +277,7 @@ class Store:
         return self._batches / f"{batch.id}.sends"
 
     def cancel(self, batch_id: str) -> None:
-        """Mark a batch as cancelled; the API server that runs it ends it. A batch that has ended is left as it is."""
+        """Mark a batch as cancelled, unless it has ended. The API server that runs the batches then ends it."""
         if not self.batch(batch_id).ended:
             _write(self._batches / f"{batch_id}.cancel", int(time.time()))
 
@@ -278,7 +289,7 @@ class Store:
             return None
 
     def as_object(self, batch: Batch) -> dict[str, Any]:
-        """Return OpenAI's object of a batch."""
+        """Return the batch's object in the format of OpenAI's API."""
         fields = msgspec.to_builtins(batch)
         for name in ("at", "output", "failures", "total", "completed", "failed", "errors"):
             del fields[name]
@@ -309,7 +320,9 @@ class Store:
             yield from read_lines(file, endpoint=batch.endpoint)
 
     def done(self, batch: Batch) -> tuple[Done, Done]:
-        """Remove an incomplete last line from the files of a batch's answers and errors, and return the lines of both.
+        """Return which lines of a batch's input have a result: (those with an answer, those with an error).
+
+        An incomplete last line is removed from the file of the answers, and from the file of the errors.
 
         Raises:
             ConfigError: a complete line of a file is not one of a batch's output.
@@ -323,11 +336,15 @@ class Store:
         return found[0], found[1]
 
     def sends(self, batch: Batch, done: tuple[Done, Done]) -> Sends:
-        """Return the record of the lines that were sent; `done`: the lines that have a line of output."""
+        """Return the record of the lines that were sent.
+
+        Args:
+            done: the lines that have a result, from the method `done`.
+        """
         return Sends(self._sends(batch), done[0].ids | done[1].ids)
 
     def writer(self, batch: Batch) -> Callable[[Result], None]:
-        """Return a function that appends a result to the file where it belongs."""
+        """Return a function that appends a result to the batch's file of answers or of errors."""
         paths = {True: self.contents(batch.output), False: self.contents(batch.failures)}
 
         def write(result: Result) -> None:
@@ -337,7 +354,10 @@ class Store:
         return write
 
     def list_output(self, batch: Batch) -> None:
-        """List the files of a batch's output that have lines; called again it changes nothing."""
+        """Write the `FileRecord`s of a batch's output files, so that `/v1/files` lists the files that exist.
+
+        A second call changes nothing.
+        """
         self.done(batch)
         for file_id, kind in ((batch.output, "output"), (batch.failures, "error")):
             if self.contents(file_id).exists() and self._listed(file_id) is None:

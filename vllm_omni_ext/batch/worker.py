@@ -1,4 +1,7 @@
-"""Runs the batches of a folder in one of the API servers that share it; another one takes over when that one ends."""
+"""Runs the batches of a folder in one of the API servers that share the folder.
+
+When that API server ends, another one gets the folder's lock and continues the batches.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ class Worker:
     """Runs all batches of a folder while it has the folder's lock.
 
     Args:
-        send: sends a line to the server.
-        places: number of lines that are sent at a time, of all batches together.
+        send: sends a line to the server, and returns its line of the output.
+        places: number of lines, of all batches together, that are sent simultaneously.
     """
 
     def __init__(self, store: Store, send: Callable[[Job], Awaitable[Result]], *, places: int) -> None:
@@ -47,14 +50,19 @@ class Worker:
         self.send = send
         self.places = asyncio.Semaphore(places)
         self.last_attempt = asyncio.Lock()
-        """Held by a line that would be given up if this API server ended: of such lines, one is sent at a time."""
+        """Held while a line is sent that `MOST_ENDED` - 1 API servers have not survived.
+
+        Only one such line is sent at a time, so that no other such line gets an error if this API server ends too."""
         self.stopped = False
         self._runs: dict[str, _Run] = {}
         self._lock: int | None = None
         self._pipe: int | None = None
 
     def start(self) -> None:
-        """Wait in a thread for the folder's lock, and run its batches then. Must be called in the event loop."""
+        """Start a thread that waits for the folder's lock, after which the batches run in the event loop.
+
+        Must be called in the event loop.
+        """
         self._loop = asyncio.get_running_loop()
         lock = os.open(self.store.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
 
@@ -66,9 +74,9 @@ class Worker:
         threading.Thread(target=wait, name="batch-lock", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop all batches, which continue after the next start, and release the lock.
+        """Stop all batches, and release the lock. The API server that gets the lock next continues the batches.
 
-        Lines that are being answered are sent again then.
+        It sends lines again that are being answered now.
         """
         self.stopped = True
         for each in self._runs.values():
@@ -83,7 +91,10 @@ class Worker:
             self._released = self._loop.create_task(_release(lock, [each.task for each in self._runs.values()]))
 
     def wake(self) -> None:
-        """Make the API server that runs the batches read the folder. Without one, the next one reads it first."""
+        """Make the API server that has the lock read the folder, after a batch was created or cancelled.
+
+        If no API server has the lock, nothing happens: the next one that gets the lock reads the folder first.
+        """
         with contextlib.suppress(OSError):  # no reader, or one that has enough to read already
             pipe = os.open(self.store.folder / "wake", os.O_WRONLY | os.O_NONBLOCK)
             try:
@@ -110,7 +121,7 @@ class Worker:
         self._read_folder()
 
     def _read_folder(self) -> None:
-        """Start the batches that are not being run, and end those that are cancelled."""
+        """Start the batches that have not ended and are not running; set `cancelled` of those that are cancelled."""
         for batch in self.store.batches():
             if batch.ended:
                 continue
@@ -135,13 +146,13 @@ class Worker:
 
 
 async def _release(lock: int, tasks: list[asyncio.Task[None] | None]) -> None:
-    """Release the lock when no task writes any more."""
+    """Release the lock after all tasks, which write to the folder, have ended."""
     await asyncio.gather(*filter(None, tasks), return_exceptions=True)
     os.close(lock)
 
 
 class _Progress:
-    """The run of one batch, from the state in which its record is."""
+    """Runs one batch, from the status in its record to its end."""
 
     def __init__(self, worker: Worker, batch: Batch) -> None:
         self._worker = worker
@@ -154,7 +165,11 @@ class _Progress:
         self._store.save(batch)
 
     async def run(self, cancelled: asyncio.Event) -> Batch:
-        """Run the batch to its end, and return it."""
+        """Run the batch until it has ended, and return its record.
+
+        Args:
+            cancelled: set when a client has cancelled the batch.
+        """
         if self._batch.status == "validating":
             await self._validate()
         if self._batch.status == "in_progress":
@@ -166,7 +181,7 @@ class _Progress:
         return self._batch
 
     async def _validate(self) -> None:
-        """Count the lines, and check that their number is allowed."""
+        """Count the lines, and set the status to "in_progress", or to "failed" if there are no lines or too many."""
         store, batch = self._store, self._batch
         path, most = store.contents(batch.input_file_id), store.most_lines
         total = await asyncio.to_thread(_count, path, most + 1)
@@ -178,7 +193,10 @@ class _Progress:
         self._save(batch.to("failed", errors=[{"code": code, "message": message, "param": None, "line": None}]))
 
     async def _send_lines(self, cancelled: asyncio.Event) -> None:
-        """Send the lines that have no line of output. The batch stays in its state if it expires."""
+        """Send the lines that have no result yet, and set the status to "finalizing", or to "cancelling".
+
+        If the batch expires before the last result, its status stays "in_progress".
+        """
         done = await _to_its_end(partial(self._store.done, self._batch))
         answered, failed = done
         self._save(msgspec.structs.replace(self._batch, completed=answered.count, failed=failed.count))
@@ -203,7 +221,10 @@ class _Progress:
             self._save(self._batch.to("cancelling"))
 
     async def _send(self, sends: Sends, job: Job) -> Result:
-        """Send a line; one that was being answered when `MOST_ENDED` API servers ended gets an error instead."""
+        """Send a line, and return its result.
+
+        The line is not sent, and the result is an error, if `MOST_ENDED` API servers have ended while they answered it.
+        """
         ended = sends.ended(job.custom_id)
         if ended >= MOST_ENDED:
             return given_up(job, ended)
@@ -219,7 +240,7 @@ class _Progress:
                 raise
 
     def _expire(self) -> None:
-        """Write a line of output for each line that has none."""
+        """Write an error for each line that has no result, and set the status to "expired"."""
         for line in self._left(self._store.done(self._batch)):
             self._write(expired(line) if isinstance(line, Job) else refused(line))
         self._store.list_output(self._batch)
@@ -242,7 +263,11 @@ class _Progress:
 
 
 async def _to_its_end(call: Callable[[], T]) -> T:
-    """Call a function that writes in a thread. A cancellation waits for its end, as the lock must not be released."""
+    """Call a function that writes to the folder, in a thread.
+
+    If the caller's task is cancelled, it still waits until the function has returned, because the folder's lock must
+    not be released before.
+    """
     calling = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(calling)
@@ -252,7 +277,7 @@ async def _to_its_end(call: Callable[[], T]) -> T:
 
 
 def _count(path: os.PathLike[str], most: int) -> int:
-    """Return the number of lines that are not empty, `most` at most."""
+    """Return the number of lines that are not empty; counting stops at `most`."""
     count = 0
     with open(path, "rb") as file:
         for line in file:

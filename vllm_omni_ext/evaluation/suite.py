@@ -38,7 +38,7 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         content: content of the user's message in OpenAI's format; a part may have `file`, a path relative to the suite.
         messages: the whole conversation, instead of `content`.
         options: fields of the request's body; they override the suite's `options`.
-        score: method of scoring; None: the suite's.
+        score: method of scoring, a key of `scores.SCORERS`; None: `Suite.score`.
         listen: score the recogniser's text of the answer's sound, instead of the answer's text.
     """
 
@@ -52,11 +52,12 @@ class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A set of requests with a mean score.
+    """The contents of a suite file: requests with expected answers.
 
     Attributes:
+        items: the requests.
         threshold: least mean score at which a server passes.
-        score: default method of scoring.
+        score: method of scoring for items without one of their own, a key of `scores.SCORERS`.
         system: a system message before each item's messages.
         options: fields of every request's body; `temperature` is 0 by default.
         recogniser: recogniser for items with `listen`: `whisper` or `pocketsphinx`.
@@ -81,7 +82,7 @@ class Suite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [{"role": each.role, "content": _changed(each.content, _with_data)} for each in self._conversation(item)]
 
     def digest(self) -> str:
-        """Return the SHA-256 of the suite and its media files; the threshold is not included."""
+        """Return the SHA-256 of the suite and its media files, without the threshold, as hexadecimal text."""
         found = hashlib.sha256(
             msgspec.json.encode(msgspec.structs.replace(self, threshold=0.0, items=[]), order="sorted")
         )
@@ -136,12 +137,12 @@ def _with_files(item: Item, folder: Path) -> Item:
 
 
 def _changed(content: Content, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Content:
-    """Return a content in which `change` has replaced each part with `file`."""
+    """Return a message's content in which each part that has `file` is replaced by the result of `change`."""
     return content if isinstance(content, str) else [change(part) if "file" in part else part for part in content]
 
 
 def _found(part: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Return a part with its path joined to `folder`. Raises ConfigError: wrong type, or the file cannot be opened."""
+    """Return a part with its path joined to `folder`. Raises ConfigError: type not in `MEDIA`, or no such file."""
     kind, path = part.get("type"), folder / str(part["file"])
     if kind not in MEDIA:
         raise ConfigError(f"item '{name}': a part with `file` must have the type {', '.join(MEDIA)}, got {kind!r}")

@@ -1,4 +1,4 @@
-"""Records the times of one answer at its client. The caller supplies the clock."""
+"""Records the times at which the load client receives the parts of one answer. The caller supplies the clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Answer:
     """Times of one answer, in seconds.
 
     Attributes:
-        due_at, began_at, ended_at: scheduled start, real start and end, as times of the run's clock.
+        due_at, began_at, ended_at: scheduled start, real start and end, as times of the clock of `Timeline`.
         ready_s: from `due_at` until the session was configured; None: the API has no sessions.
         first_text_s, first_sound_s, whole_s: time to the first text, the first sound and the end, from `due_at`, or
             from the end of the input sound if there is one. None: the answer has no text or no sound.
@@ -71,7 +71,7 @@ class Timeline:
     """Records the times of one answer. The constructor records the start of the request.
 
     Args:
-        clock: clock of the run.
+        clock: returns the time of a monotonic clock in seconds.
         due_at: scheduled start; None: now.
     """
 

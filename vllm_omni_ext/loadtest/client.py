@@ -19,7 +19,7 @@ DETAIL_CHARACTERS = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Contents of the requests of a run.
+    """Contents of the requests of a load test.
 
     Attributes:
         model: name of the model.
@@ -47,7 +47,7 @@ class Request:
 
 
 class Api(Protocol):
-    """Client of one of the measured APIs."""
+    """Client of one of the measured APIs; implemented by `Chat`, `Speech` and `Realtime`."""
 
     async def send(self, session: aiohttp.ClientSession, number: int, timeline: Timeline) -> None:
         """Send the request with this number, and record the times of its answer in `timeline`.

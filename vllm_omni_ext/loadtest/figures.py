@@ -1,4 +1,4 @@
-"""Computes the statistics (figures) of a run from the times of its answers."""
+"""Computes the statistics (figures) of a load test from the times of its answers."""
 
 from __future__ import annotations
 
@@ -54,12 +54,14 @@ MEASURES: Mapping[str, Callable[[Answer], float | None]] = {
     "session_ready_s": lambda answer: answer.ready_s,
     "client_lag_s": lambda answer: answer.began_at - answer.due_at,
 }
-"""Functions that return a measure of a complete answer, by its name in the JSON file; None: the answer lacks it."""
+"""Functions that return a measure of a complete answer, by the measure's name in the JSON file.
+
+They return None if the answer does not have the measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Statistics of a run.
+    """Statistics of a load test.
 
     Attributes:
         requests, answered: number of all requests, and of requests with a complete answer.
@@ -91,7 +93,7 @@ class Figures:
 
 
 def figures(answers: Sequence[Answer]) -> Figures:
-    """Return the statistics of a run. Raises ValueError: `answers` is empty."""
+    """Return the statistics of a load test. Raises ValueError: `answers` is empty."""
     if not answers:
         raise ValueError("a run without requests has no figures")
     whole = [answer for answer in answers if answer.failure is None]
@@ -116,6 +118,6 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def most_at_once(answers: Iterable[Answer]) -> int:
-    """Return the largest number of simultaneous requests, each counted from its scheduled start to its end."""
+    """Return the largest number of simultaneous requests. A request counts from its scheduled start to its end."""
     changes = sorted((at, step) for answer in answers for at, step in ((answer.due_at, 1), (answer.ended_at, -1)))
     return int(max(np.cumsum([step for _, step in changes]), default=0))

@@ -41,7 +41,7 @@ class Chat:
         }
 
     async def send(self, session: aiohttp.ClientSession, number: int, timeline: Timeline) -> None:
-        """See `Api.send`."""
+        """Send one request, and record the times of its answer in `timeline`; see `client.Api.send`."""
         async with session.post(self._url, json=self.body(number)) as reply:
             await refuse_status(reply)
             async for event in events(reply.content):
@@ -52,7 +52,7 @@ class Chat:
 
 
 class Speech:
-    """Load client of the speech API: requests texts as streamed PCM."""
+    """Load client of the speech API: requests the speech of texts, as streamed PCM."""
 
     def __init__(self, url: str, request: Request) -> None:
         self._url, self._request = f"{url}/audio/speech", request
@@ -71,7 +71,7 @@ class Speech:
         }
 
     async def send(self, session: aiohttp.ClientSession, number: int, timeline: Timeline) -> None:
-        """See `Api.send`."""
+        """Send one request, and record the times of its answer in `timeline`; see `client.Api.send`."""
         async with session.post(self._url, json=self.body(number)) as reply:
             await refuse_status(reply)
             if reply.content_type.startswith(("text/", "application/json")):
@@ -81,7 +81,11 @@ class Speech:
 
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield the JSON objects of server-sent events until `[DONE]`. Raises Failure: malformed, or without `[DONE]`."""
+    """Yield the JSON objects of server-sent events until `[DONE]`.
+
+    Raises:
+        Failure: an event is malformed, or the stream ends without `[DONE]`.
+    """
     rest = b""
     async for data in content.iter_any():
         *lines, rest = (rest + data).split(b"\n")

@@ -63,12 +63,12 @@ def read_turn(file: Path) -> Turn:
 
 
 class Realtime:
-    """Load client of the Realtime API: sends the request's turns as sound, or its texts if it has no turns.
+    """Load client of the Realtime API. Each request sends one spoken `Turn`, or one text if `request` has no sounds.
 
     Args:
         speed: speed at which input sound is sent; 1.0: real time; 0: without waiting.
         turn_detection: one of `TURN_DETECTION`; "none": the client commits the turn at its end.
-        clock: clock of the run.
+        clock: returns the time of a monotonic clock in seconds.
     """
 
     def __init__(self, url: str, request: Request, *, speed: float, turn_detection: str, clock: Clock) -> None:
@@ -92,7 +92,7 @@ class Realtime:
         }
 
     async def send(self, session: aiohttp.ClientSession, number: int, timeline: Timeline) -> None:
-        """See `Api.send`."""
+        """Send one request, and record the times of its answer in `timeline`; see `client.Api.send`."""
         parameters = {"model": self._request.model}
         async with session.ws_connect(self._url, params=parameters, max_msg_size=0) as socket:
             await _until(socket, "session.created")
@@ -172,7 +172,7 @@ def _refuse_partial(response: Any) -> None:
 
 
 async def _event(socket: aiohttp.ClientWebSocketResponse) -> Mapping[str, Any]:
-    """Receive an event. Raises Failure: it is an error event or malformed, or the connection has ended."""
+    """Receive and return an event. Raises Failure: the event is an error or malformed, or the connection has ended."""
     message = await socket.receive()
     if message.type is not aiohttp.WSMsgType.TEXT:
         raise Failure(BROKEN, f"the connection ended with code {socket.close_code}: {message.extra or ''}".rstrip(": "))

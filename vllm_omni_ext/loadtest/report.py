@@ -1,4 +1,4 @@
-"""Writes the results of a run as a table and as JSON."""
+"""Writes the results of a load test as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS: Mapping[str, tuple[str, float]] = {
     "longest_gap_s": ("longest gap of an answer, ms", 1e3),
     "client_lag_s": ("lag of this client, ms", 1e3),
 }
-"""(name in the table, factor from seconds to its unit) by measure, in the order of the table."""
+"""(name in the table, factor from the measure's value to the unit of the table) by measure, in the table's order."""
 
 
 def table(found: Figures, title: str) -> Group:

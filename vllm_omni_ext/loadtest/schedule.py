@@ -1,4 +1,4 @@
-"""Starts the requests of a run: with a fixed number of simultaneous requests, or at the times of a Poisson process."""
+"""Starts the requests of a load test: a fixed number simultaneously, or at the times of a Poisson process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from vllm_omni_ext.loadtest.answers import Answer, Clock
 
 One = Callable[[int, float | None], Awaitable[Answer]]
-"""Sends a request; takes the request's number, and its scheduled start on the run's clock (None: now)."""
+"""Sends a request; takes the request's number, and its scheduled start on a monotonic clock in seconds (None: now)."""
 
 
 def arrivals(requests: int, rate: float, seed: int) -> list[float]:

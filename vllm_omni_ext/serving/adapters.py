@@ -2,7 +2,8 @@
 
 When the call that loads an adapter returns, every API server accepts its name as a model. An API server that is started
 again receives the loaded adapters. Engines load an adapter by the path in a request, so replicas that join later, or
-are started again, need no call. Adapters of later stages are refused: a request has no field that could select them.
+are started again, need no call. Only the frontend (the stage that writes text) can have adapters: a request has no
+field that could select an adapter of another stage.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ router = APIRouter(dependencies=[FIELDS])
 
 @router.post("/v1/load_lora_adapter", dependencies=[Depends(validate_json_request)])
 async def load_lora_adapter(request: LoadAdapter, raw_request: Request, targets: Targets = None) -> Response:
-    """Load a LoRA adapter into the targets, by default into all replicas of the frontend."""
+    """Load a LoRA adapter into the targets; without targets, into all replicas of the frontend (writes text)."""
     return await raw_request.app.state.omni_adapters.load(request, named_in(targets, request.targets))
 
 
@@ -69,7 +70,11 @@ def _as_vllm(answer: ErrorResponse | str) -> Response:
 
 
 class Adapters:
-    """Loads and unloads LoRA adapters of the frontend (the stage that writes text). `stock` is vLLM's model list."""
+    """Loads and unloads LoRA adapters of the frontend (the stage that writes text).
+
+    Args:
+        stock: vLLM's handler of models, which has the names of the adapters.
+    """
 
     def __init__(self, omni: AsyncOmni, stock: OpenAIServingModels) -> None:
         self._omni = omni
@@ -84,7 +89,10 @@ class Adapters:
         omni.adapters_changed = self._changed
 
     async def load(self, request: LoadAdapter, targets: list[str] | None) -> Response:
-        """Load an adapter into the targets (None: all frontend replicas). Its name is valid when all have loaded it."""
+        """Load an adapter into the targets (None: all frontend replicas).
+
+        When all targets have loaded the adapter, requests can use its name as `model`.
+        """
         if self._omni.vllm_config.lora_config is None:
             raise BadRequest("lora_name: this server has no LoRA; start it with --enable-lora", parameter="lora_name")
         models, replies = self._stock, Replies()
@@ -113,7 +121,10 @@ class Adapters:
         return report(replies) if replies else _as_vllm(answer)
 
     async def unload(self, request: UnloadAdapter, targets: list[str] | None) -> Response:
-        """Remove an adapter from the targets. Remove its name if the targets are None, or all replicas of a stage."""
+        """Remove an adapter from the targets.
+
+        The adapter's name is removed from the models if `targets` is None, or contains all replicas of a stage.
+        """
         adapter = self._stock.lora_requests.get(request.lora_name)
         if targets is not None:
             self._check(targets)
@@ -145,7 +156,7 @@ class Adapters:
         )
 
     def _check(self, targets: list[str]) -> None:
-        """Raise BadRequest if a target is not a replica of the frontend: requests cannot select its adapters."""
+        """Raise BadRequest if a target is not a replica of the frontend: only the frontend can have adapters."""
         for replica in self._omni.calls.resolve(targets):
             if not self._omni.calls.is_text(replica.stage):
                 raise BadRequest(

@@ -2,10 +2,10 @@
 
     role, content + audio.transcript ..., audio.data ..., audio.expires_at, finish_reason, [usage], [DONE]
 
-vLLM's own handler writes the text. It reads from `text_of`, which removes the outputs of other modalities and ends
-after the last of them. Thus the usage and `[DONE]` follow all outputs, and an error of any stage becomes vLLM's error.
-Only the finish reason is moved to the end: many clients stop reading there. The field `modality` of each chunk names
-the modality of its content, as in vllm-omni.
+vLLM's own handler writes the text. It reads from `ChatAnswer.text_of`, which removes the outputs of other modalities
+and ends after the last of them. Thus the usage and `[DONE]` follow all outputs, and an error of any stage becomes
+vLLM's error. Only the finish reason is moved to the end: many clients stop reading there. The field `modality` of each
+chunk names the modality of its content, as in the project vllm-omni.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ AUDIO_TOKENS = "audio_tokens"
 
 
 class TextOutputs:
-    """Converts a request's text chunks to `RequestOutput`s with the new text (`delta`), or the text since the start."""
+    """Converts the `TextChunk`s that a plugin's flow emits for a request to `RequestOutput`s for vLLM's handler.
+
+    Args:
+        delta: each `RequestOutput` has only the text of its chunk; False: all text since the start.
+    """
 
     def __init__(self, request_id: str, *, delta: bool) -> None:
         self._request_id = request_id
@@ -41,7 +45,11 @@ class TextOutputs:
         self._tokens = 0
 
     def output(self, prompt: Sequence[int], chunk: TextChunk | None = None) -> RequestOutput:
-        """Return the output for a chunk; None: the final output of a request without text.
+        """Return the `RequestOutput` for a chunk.
+
+        Args:
+            prompt: token ids of the prompt.
+            chunk: None: return the final output of a request without text.
 
         The chunks contain no token ids, so the output has as many zeros as the text has tokens.
         """
@@ -67,7 +75,9 @@ class ChatAnswer:
 
     Attributes:
         modalities: modalities of the answer other than text, by name.
-        encodings: encoding of each modality that clients can request.
+        options: options of the request.
+        encodings: how to encode each modality of the model, by name; from `Modality.read`.
+        stream: the client has requested a stream.
         metrics: the answer contains `metrics`.
         may_call_tool: the request has tools and allows the model to call them.
         prompt: token ids; empty until the request has been rendered.
@@ -94,7 +104,7 @@ class ChatAnswer:
     trace: RequestTrace | None = None
 
     def watch(self, trace: RequestTrace) -> None:
-        """Store the request's trace for `metrics`. With `n` > 1 answers, the trace of the last one to start is kept."""
+        """Store the request's trace for `metrics`. With `n` > 1, this is called for each answer; the last is kept."""
         self.trace = trace
 
     def stage_metrics(self) -> dict[str, Any]:
@@ -108,14 +118,15 @@ class ChatAnswer:
         stream: ChatStream | None = None,
         watch: Callable[[RequestOutput], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Yield the text outputs of `source`, at least one. Closes `source`.
+        """Yield the text outputs of `source`, at least one, for vLLM's handler. Closes `source`.
 
         Args:
+            source: `AsyncOmni.generate`: yields vLLM's `RequestOutput`s with text, and `OutputChunk`s.
             stream: receives the chunks of other modalities; None: the chunks are added to `chunks`.
             watch: called with each text output.
 
         Raises:
-            VLLMError: `source` has raised an error; its error is converted to vLLM's.
+            VLLMError: converted from the error that `source` has raised.
         """
         outputs, has_output = TextOutputs(request_id, delta=self.stream), False
         async with aclosing(with_vllm_errors(source)) as items:
@@ -179,7 +190,11 @@ def tokens_in(usage: Mapping[str, int]) -> int:
 
 
 class ChatStream:
-    """Writes the events of one streamed answer. `text_only` ends all outputs of the request except its text."""
+    """Writes the server-sent events of one streamed answer.
+
+    Args:
+        text_only: ends all outputs of the request except its text; called when the text is a tool call.
+    """
 
     def __init__(
         self, answer: ChatAnswer, *, request_id: str, model: str, text_only: Callable[[], Awaitable[None]]
@@ -188,7 +203,7 @@ class ChatStream:
         self._text_only = text_only
         self._tool_call: asyncio.Future[None] | None = None
         self._held: list[OutputChunk] | None = [] if answer.may_call_tool else None
-        """Chunks that arrived before the first text: the answer may still become a tool call. None: chunks are sent."""
+        """Chunks held back until the first text, as the answer may be a tool call. None: chunks are sent on arrival."""
         self._request_id = request_id
         self._metrics_due = answer.metrics
         self._head = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
@@ -203,7 +218,7 @@ class ChatStream:
     async def events(
         self, source: AsyncGenerator[Any, None], stock: Callable[[AsyncGenerator[Any, None]], AsyncGenerator[str, None]]
     ) -> AsyncGenerator[Any, None]:
-        """Yield the answer's server-sent events; a `PartStream` yields parts. Closes `source`.
+        """Yield the answer's server-sent events; a `PartStream` yields dicts and chunks. Closes `source`.
 
         Args:
             source: text outputs of the frontend, and chunks of other modalities.
@@ -256,7 +271,7 @@ class ChatStream:
             self._send(chunk.modality, await stream.chunk(chunk))
 
     async def end(self) -> None:
-        """Send the last chunk of each modality, then the finish reason of the text."""
+        """Send the last chunk of each modality, then the finish reason of the text; called after the last output."""
         await self._release()
         self._end_outputs()
         end = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
@@ -268,7 +283,7 @@ class ChatStream:
                 self._send(name, stream.end())
 
     async def _release(self) -> None:
-        """Send the chunks in `_held`; later chunks are sent on arrival."""
+        """Send the chunks that were held back (`_held`); later chunks are sent on arrival."""
         held, self._held = self._held, None
         for chunk in held or ():
             await self.take(chunk)
@@ -309,7 +324,7 @@ class ChatStream:
         return write_event({**self._head, "choices": [], "metrics": self._answer.stage_metrics()}) + DONE
 
     def _count(self, chunk: dict[str, Any]) -> None:
-        """Add the usage of the other modalities, and `metrics`, to the usage chunk."""
+        """Add the tokens of sound and pictures, and `metrics`, to vLLM's chunk with the usage, in place."""
         usage = chunk["usage"]
         if self._streams:
             details = usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})

@@ -37,7 +37,7 @@ PRIORITY = 1
 """vLLM's priority of a batch's lines. Other requests have 0, and are scheduled first."""
 
 SHARE = 2
-"""A batch gets one in so many of the requests that the stage with the fewest places takes at a time."""
+"""Batches send at most 1 / `SHARE` of the requests that the smallest stage can run simultaneously."""
 
 LONGEST_WINDOW_H = 14 * 24
 MOST_PAIRS, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
@@ -51,7 +51,11 @@ router = APIRouter()
 
 
 def install(app: FastAPI, omni: AsyncOmni, args: Namespace) -> Worker | None:
-    """Add the routes; return the object that runs the batches, which is not started. None without a `batch_dir`."""
+    """Add the routes of files and batches.
+
+    Returns:
+        The `Worker` that runs the batches, not started yet; None, without routes, if no `batch_dir` is configured.
+    """
     config = omni.plan.config
     if config.batch_dir is None:
         return None
@@ -67,14 +71,23 @@ def install(app: FastAPI, omni: AsyncOmni, args: Namespace) -> Worker | None:
 
 
 def _places(omni: AsyncOmni) -> int:
-    """Return the number of lines that are sent at a time."""
+    """Return the number of lines of batches that are sent simultaneously, at least 1; see `SHARE`.
+
+    The size of a stage is `max_num_seqs` times its number of replicas.
+    """
     stages = [stage for stage in omni.plan.stages if stage.name in omni.connections.configs]
     sizes = (omni.connections.configs[each.name].scheduler_config.max_num_seqs * len(each.replicas) for each in stages)
     return max(1, min(filter(None, sizes), default=1) // SHARE)
 
 
 async def _fetch(rules: Rules, url: str) -> bytes:
-    """Return the file behind a URL. All failures have one message and take the same time, as those of other media."""
+    """Return the contents of the file at a URL in a line of a batch.
+
+    All failures have the same message and take at least `EARLIEST_FAILURE_S`, so that clients cannot probe a network.
+
+    Raises:
+        NotFetched: the file could not be fetched.
+    """
     since = time.monotonic()
     try:
         most = int(envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB * MIB)
@@ -92,7 +105,7 @@ async def _fetch(rules: Rules, url: str) -> bytes:
 
 @router.post("/v1/files")
 async def create_file(raw_request: Request) -> dict[str, Any]:
-    """Upload the input of a batch."""
+    """Upload the input file of a batch, and return the file's object."""
     if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RequestError("file: must be sent as multipart/form-data", parameter="file")
     async with raw_request.form(max_files=1, max_fields=len(FILE_PARAMS)) as form:
@@ -109,7 +122,7 @@ async def create_file(raw_request: Request) -> dict[str, Any]:
 
 @router.get("/v1/files")
 async def list_files(raw_request: Request) -> dict[str, Any]:
-    """List files, the newest first."""
+    """List files, by default the newest first."""
     params = raw_request.query_params
     _refuse_unknown(params, FILE_PARAMS)
     order, purpose = params.get("order", "desc"), params.get("purpose")
@@ -150,7 +163,7 @@ async def delete_file(file_id: str, raw_request: Request) -> dict[str, Any]:
 
 @router.post("/v1/batches")
 async def create_batch(raw_request: Request) -> dict[str, Any]:
-    """Create a batch of an uploaded file."""
+    """Create a batch whose requests are the lines of an uploaded file, and return the batch's object."""
     try:
         body = await raw_request.json()
     except ValueError:
@@ -183,7 +196,7 @@ async def list_batches(raw_request: Request) -> dict[str, Any]:
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(batch_id: str, raw_request: Request) -> dict[str, Any]:
-    """Return a batch."""
+    """Return a batch's object."""
     store = _store(raw_request)
     return await _blocking(lambda: store.as_object(store.batch(batch_id)))
 
@@ -231,7 +244,12 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 def _page(items: list[Any], params: Mapping[str, str], most: int, usual: int) -> tuple[list[Any], bool]:
-    """Return (items of the page that `after` and `limit` select, whether there are more)."""
+    """Return (items of the page that the parameters `after` and `limit` select, whether further items follow).
+
+    Args:
+        most: largest allowed `limit`.
+        usual: `limit` if the parameters have none.
+    """
     limit, after = params.get("limit", str(usual)), params.get("after")
     if not limit.isdecimal() or not 1 <= int(limit) <= most:
         raise RequestError(f"limit: must be 1 to {most}", parameter="limit")
@@ -258,7 +276,7 @@ def _store(raw_request: Request) -> Store:
 
 
 async def _blocking(call: Callable[[], T]) -> T:
-    """Call a function in a thread; its errors become HTTP statuses."""
+    """Call a function of `Store` in a thread, and convert its errors to HTTPExceptions."""
     try:
         return await asyncio.to_thread(call)
     except NotFound as err:

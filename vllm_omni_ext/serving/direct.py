@@ -20,7 +20,10 @@ Chunk = TypeVar("Chunk")
 
 
 class DirectAnswer(ABC):
-    """A request whose fields are checked; starts the request and writes its answer."""
+    """A checked request of `/v1/audio/speech` or `/v1/images/*`: starts the request, and writes its answer.
+
+    Each of these APIs has a subclass, e.g. `ImageAnswer`. `DirectServing` calls its methods.
+    """
 
     media_type: str | None
     """MIME type of a streamed answer; None: the answer is sent as a whole."""
@@ -49,7 +52,11 @@ async def only(kind: type[Chunk], source: AsyncGenerator[Any, None]) -> AsyncGen
 
 
 class DirectServing(GenerateBaseServing):
-    """Runs `DirectAnswer`s: starts the request, sends the response, and converts errors to vLLM's."""
+    """HTTP handler that runs `DirectAnswer`s: starts the request, sends the response, and converts errors to vLLM's.
+
+    Args:
+        stock: further arguments of vLLM's `GenerateBaseServing`.
+    """
 
     def __init__(self, model: ServedModel, **stock: Any) -> None:
         super().__init__(engine_client=model.omni, **stock)
@@ -61,10 +68,15 @@ class DirectServing(GenerateBaseServing):
         return None if unknown is None else refusal(unknown)
 
     def refuse_adapter(self, name: str | None, route: str) -> None:
-        """Refuse a LoRA adapter for requests of a route that uses the frontend: it would compute without the adapter.
+        """Refuse a LoRA adapter: requests of this handler are sent to stages without adapter.
+
+        Args:
+            name: the request's `model`.
+            route: key in `Capabilities.routes` of the stages that the request needs. A request that does not need the
+                frontend is not refused, as only the frontend has adapters.
 
         Raises:
-            RequestError: `name` is that of an adapter.
+            RequestError: `name` is the name of an adapter, and the route needs the frontend.
         """
         frontend = self.model.omni.plan.frontend().model_stage
         if name in self.models.lora_requests and frontend in self.model.capabilities.routes.get(route, ()):

@@ -147,7 +147,7 @@ def _obstacles(omni: AsyncOmni, kind: str | None) -> list[str]:
 
 
 def _requests(omni: AsyncOmni) -> dict[str, str]:
-    """Return UP for each kind of request if all stages that such requests need have a live replica, else DOWN."""
+    """Return UP or DOWN by kind of request; UP: all stages that such requests need have a live replica."""
     return {
         kind: UP if all(_live(omni, name) for name in needed_stages(omni, needed)) else DOWN
         for kind, needed in omni.capabilities.routes.items()
@@ -155,10 +155,11 @@ def _requests(omni: AsyncOmni) -> dict[str, str]:
 
 
 def needed_stages(omni: AsyncOmni, needed: Collection[str] | None = None) -> list[str]:
-    """Return the names of the planned stages with a `model_stage` in `needed`.
+    """Return the names, in the plan, of those stages that requests need.
 
     Args:
-        needed: model stages; empty: all stages; None: the stages that any kind of request needs.
+        needed: names of the stages in the plugin (`StagePlan.model_stage`); empty: all stages; None: the stages that
+            any kind of request needs.
     """
     if needed is None:
         needed = {name for each in omni.capabilities.routes.values() for name in each}
@@ -188,7 +189,8 @@ def metrics() -> Response:
 async def status(request: Request) -> dict[str, Any]:
     """Return the state and load of every replica, the API servers, the coordinator, and the KV transfers.
 
-    In `kv_edges`, `handed` and `fetching` count only requests of this API server.
+    `kv_edges` has the pairs of a prefill and a decode replica between which KV caches of prompts were transferred. Its
+    numbers `handed` (all so far) and `fetching` (now) count only requests of this API server.
     """
     omni: AsyncOmni = request.app.state.engine_client
     connections = omni.replica_connections

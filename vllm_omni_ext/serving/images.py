@@ -57,9 +57,9 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ImageRequest(OpenAIBaseModel):
-    """Body of both endpoints. Fields that the model declares, and parameters of its stages, are allowed too.
+    """Body of both endpoints. Fields that the model declares, and fields named after its stages, are allowed too.
 
-    `images` and `mask` are the pictures to edit, as PIL images, for the plugin. `size` is None for "auto".
+    `images` and `mask` are the pictures to edit, as PIL images, which `read_form` sets. `size` is None for "auto".
     """
 
     prompt: str
@@ -114,7 +114,7 @@ async def _respond(request: ImageRequest, raw_request: Request, kind: str) -> Re
 
 
 Pictures = AsyncGenerator[tuple[int, ImageChunk], None]
-"""Yields (index of the job, picture) in the order of arrival."""
+"""Yields (index of the picture's `Job`, chunk with the picture or a preview) in the order of arrival."""
 
 
 class ImageAnswer(DirectAnswer):
@@ -170,13 +170,17 @@ class ImageAnswer(DirectAnswer):
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
-    """Add the routes of the images API to the application; `stock` are arguments of vLLM's handler."""
+    """Add the routes of the images API to the application; `stock` are arguments of `GenerateBaseServing`."""
     app.state.omni_serving_images = DirectServing(model, **stock)
     app.include_router(router)
 
 
 async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
-    """Return the prompt and options of each requested picture. A RequestError names the field and allowed values."""
+    """Check a request, and return (prompt, options) of each requested picture (`n`).
+
+    Raises:
+        RequestError: a field is invalid; names the field and the allowed values.
+    """
     await refuse_long(model.omni, "prompt", request.prompt)
     validate_json_values(request.model_copy(update={"images": [], "mask": None}))
     request.size = None if request.size == AUTO else request.size
@@ -203,7 +207,11 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
 
 
 async def read_form(raw_request: Request) -> ImageRequest:
-    """Read an edit's form: files become PIL images, other parts request fields. A RequestError names the part."""
+    """Read the form of `/v1/images/edits`: convert files to PIL images, and other parts to fields of the request.
+
+    Raises:
+        RequestError: a part of the form is invalid or missing; names the part.
+    """
     if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RequestError("body: must be multipart/form-data with the parts image and prompt", parameter="body")
     fields: dict[str, Any] = {}

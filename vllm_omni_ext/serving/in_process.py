@@ -1,4 +1,4 @@
-"""Requests of this process to its own HTTP application, without a socket."""
+"""Sends HTTP requests, e.g. of batches, to the HTTP application of this process, without a socket."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 LEAVE_S = 5.0
-"""Seconds that a handler has to end after its client has left; then it is cancelled."""
+"""Seconds that a handler has to end after a request was cancelled; then the handler's task is cancelled."""
 
 
 class InProcess(httpx.AsyncBaseTransport):
-    """Calls an application; a cancelled request is one whose client has left.
+    """httpx transport that calls an ASGI application. A cancelled request becomes an `http.disconnect` message.
 
-    vLLM's handlers abort a request when its client has left. They do not when their own task is cancelled, which is all
-    that httpx's transport for applications does.
+    At this message, vLLM's handlers abort the engine request. They do not abort it when their own task is cancelled, as
+    httpx's `ASGITransport` does.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -27,7 +27,7 @@ class InProcess(httpx.AsyncBaseTransport):
         await self._app(scope, receive, send)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the response with its whole body; status 500 without one."""
+        """Return the application's response with its whole body; status 500 if the application sends none or fails."""
         body: bytes | None = await request.aread()
         left = asyncio.Event()
         messages: list[MutableMapping[str, Any]] = []

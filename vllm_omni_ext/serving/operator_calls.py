@@ -75,7 +75,11 @@ def _parsed(body: bytes) -> Any:
 
 
 def named_in(query: list[str] | None, body: Any) -> list[str] | None:
-    """Return the targets from the query or the body; None if neither contains targets.
+    """Return the targets of a call from its query or its body; None if neither contains targets.
+
+    Args:
+        query: targets in the query.
+        body: value of `targets` in the body; a single name may be a text.
 
     Raises:
         BadRequest: both contain targets, or the targets are not a list of texts.
@@ -92,7 +96,10 @@ def named_in(query: list[str] | None, body: Any) -> list[str] | None:
 
 
 def report(replies: Replies) -> Response:
-    """Return a response with the reply of each replica; its status is 500 if a replica's call has failed."""
+    """Return a response with the reply of each replica: {"replicas": {id: {"value": ...} or {"error": message}}}.
+
+    The status is 500 if the call has failed on a replica, else 200.
+    """
     replicas = {
         str(replica): {"value": reply.value}
         if reply.error is None
@@ -112,7 +119,7 @@ router = APIRouter()
 
 
 def add_routes(app: FastAPI, adapters: APIRouter) -> None:
-    """Replace vLLM's routes with ours of the same path. Routes that this vLLM server does not have are not added."""
+    """Replace vLLM's routes by the routes of `router` and `adapters` with the same path; no other routes are added."""
     stock = {getattr(route, "path", None) for route in app.router.routes}
     own: dict[Any, Any] = {route.path: route for route in (*router.routes, *adapters.routes) if route.path in stock}  # type: ignore[attr-defined]
     app.router.routes[:] = [
@@ -149,7 +156,7 @@ for _route in (*sleeping.router.routes, *cache.router.routes, *profile.router.ro
 
 @router.post("/collective_rpc", dependencies=[known_parameters("method", "args", "kwargs", "timeout", TARGETS)])
 async def collective_rpc(raw_request: Request, targets: Targets = None) -> Response:
-    """Call a method of workers; `targets` may also be a key of the body."""
+    """Call a method of the workers of the targets; `targets` may also be a key of the body."""
     parsed = _parsed(await raw_request.body())
     body = parsed if isinstance(parsed, dict) else {}  # vLLM's handler, called below, refuses other bodies
     named = named_in(targets, body.get(TARGETS))

@@ -50,19 +50,26 @@ FRONTEND_SAMPLING = STAGE_SAMPLING | {
     "stop_token_ids": _type(list[_INTEGER], "a list of token ids"),
     "ignore_eos": _FLAG,
 }
-"""Fields of the frontend's entry in `sampling_params_list`: (type, name of the type in errors) by field.
+"""Fields of `SamplingParams` that a request may set for the frontend (the stage that writes text), as STAGE_SAMPLING.
 
-Each of them is also a field of vLLM's request."""
+Each of them is also a field of vLLM's `ChatCompletionRequest`."""
 
 IGNORED = {"detokenize": _FLAG}
 """Fields of `sampling_params_list` that are checked but have no effect: clients of other servers send them."""
 
 Values = dict[str, tuple[str, Any]]
-"""(full name in the request, value) by key, e.g. "temperature": ("talker.temperature", 0.5)."""
+"""Parameters of a stage: (full name in the request, value) by key, e.g. "temperature": ("talker.temperature", 0.5)."""
 
 
 def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ...]:
-    """Return the modalities of an answer (None: the model's default). RequestError: not a list, empty or unknown."""
+    """Return the modalities of an answer, without duplicates.
+
+    Args:
+        requested: the request's `modalities`; None: the model's default is returned.
+
+    Raises:
+        RequestError: `requested` is not a list, is empty, or contains an unknown name.
+    """
     if requested is None:
         return capabilities.default_modalities
     allowed = ", ".join(capabilities.modalities)
@@ -77,13 +84,14 @@ def read_modalities(requested: Any, capabilities: Capabilities) -> tuple[str, ..
 
 
 def read_chunks(requested: Any, configured: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a request's chunk sizes by edge; None: {}.
+    """Return a request's chunk sizes by edge (a transfer of data from one stage to another, e.g. "frames").
 
     Args:
-        configured: `Plan.chunks`, which has each edge with chunks.
+        requested: the request's `chunks`; None: {} is returned.
+        configured: `Plan.chunks`: the configured sizes of all edges that transfer data in chunks.
 
     Raises:
-        RequestError: not a mapping, an unknown edge, or a wrong value; names the entry.
+        RequestError: `requested` is not a mapping, or has an unknown edge or a wrong value; names the entry.
     """
     if requested is None:
         return {}
@@ -152,7 +160,14 @@ class RequestFields:
 
 
 def check(runtime: ModelRuntime, options: RequestOptions, paths: Mapping[str, str]) -> None:
-    """Validate options by the model. A RequestError has the field's full name in the request, from `paths`."""
+    """Validate options with `ModelRuntime.validate`.
+
+    Args:
+        paths: full names in the request by field, e.g. {"voice": "audio.voice"}.
+
+    Raises:
+        RequestError: an option is invalid; `parameter` is the field's full name in the request.
+    """
     try:
         runtime.validate(options)
     except RequestError as err:
@@ -170,7 +185,11 @@ def from_keywords(
     chunks: Mapping[str, Any] | None,
     fields: Mapping[str, Any],
 ) -> RequestOptions:
-    """Return the checked options of a Python API request; `configured` is `Plan.chunks`.
+    """Return the checked options of a request of the Python API.
+
+    Args:
+        configured: `Plan.chunks`: the configured chunk sizes by edge (see `read_chunks`).
+        fields: values of the fields that the model declares in `ModelRuntime.fields`, by name.
 
     Raises:
         RequestError: an option is unknown or invalid.
@@ -192,8 +211,8 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None, chat: 
     Args:
         body: fields of the request that vLLM does not read, among them the fields named after stages.
         seed: the request's `seed`.
-        chat: vLLM makes the frontend's sampling parameters of the request's own fields (see `apply_to_frontend`), so
-            they are not in the result.
+        chat: the body is a chat request, of whose own fields vLLM makes the sampling parameters of the frontend (see
+            `apply_to_frontend`); the result has no entry for the frontend.
 
     Raises:
         RequestError: a parameter is invalid; the error names it, e.g. `talker.top_k`, `sampling_params_list[1].top_k`.
@@ -245,14 +264,14 @@ def is_sampled_frontend(plan: Plan, stage: StagePlan) -> bool:
 
 
 def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
-    """Copy the frontend's parameters into the request, in place.
+    """Copy the parameters of the frontend (the stage that writes text) into the fields of a chat request, in place.
 
-    They are taken from the field named after the frontend, then from the request's own fields, from
-    `sampling_params_list`, and from the stage config.
+    A field named after the frontend has precedence over the request's own fields (e.g. `temperature`), over the
+    frontend's entry in `sampling_params_list`, and over the stage config, in this order.
 
     Raises:
-        RequestError: a parameter is invalid, or is in the field named after the frontend and in one of its own, except
-            `seed`; the error names it.
+        RequestError: a parameter is invalid, or is set both in the field named after the frontend and in the request's
+            own field (allowed for `seed`); the error names the parameter.
     """
     frontend, extra = plan.frontend(), request.model_extra or {}
     name = frontend.model_stage
@@ -272,7 +291,13 @@ def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
 
 
 def _read_list(plan: Plan, entries: Any) -> dict[str, Values]:
-    """Return the values of `sampling_params_list` by stage. It may have entries for stages without parameters."""
+    """Return the parameters in `sampling_params_list`, by stage; {} if `entries` is None.
+
+    Entries for stages without parameters are checked, and have no effect.
+
+    Raises:
+        RequestError: the list has too many entries, or an entry is invalid.
+    """
     if entries is None:
         return {}
     stages = plan.model_stages()
@@ -290,16 +315,22 @@ def _read_list(plan: Plan, entries: Any) -> dict[str, Values]:
 
 
 def stage_param_names(stage: StagePlan) -> tuple[str, ...]:
-    """Return the names of the parameters that a request can set for a stage: none for a pooling engine."""
+    """Return the names of the parameters that a request can set for a stage; empty for a pooling engine."""
     if stage.params_type != SAMPLING_PARAMS:
         return param_names(stage.params_type)
     return () if stage.engine_args.get("runner") == "pooling" else tuple(STAGE_SAMPLING)
 
 
 def _check_types(path: str, params: Any, stage: StagePlan, types: Mapping[str, tuple[TypeAdapter[Any], str]]) -> Values:
-    """Check the names and types of a stage's parameters, and return the parameters.
+    """Check the names and types of a stage's parameters in a request, and return the parameters.
 
-    `path` is the name of the object in the request; `types` applies to stages with vLLM's sampling parameters.
+    Args:
+        path: full name in the request of the object with the parameters.
+        params: the object; None: {} is returned.
+        types: (type, name of the type in errors) by parameter, for a stage that takes vLLM's sampling parameters.
+
+    Raises:
+        RequestError: a name is unknown, or a value has a wrong type.
     """
     if params is None:
         return {}
@@ -323,7 +354,15 @@ def _check_types(path: str, params: Any, stage: StagePlan, types: Mapping[str, t
 
 
 def _build(name: str, stage: StagePlan, configured: Mapping[str, Any], requested: Values) -> Any:
-    """Return a stage's parameters as an object of its type. A RequestError names the parameter as in the request."""
+    """Return a stage's parameters as an object of `StagePlan.params_type`.
+
+    Args:
+        name: name of the stage in the request, for errors.
+        configured: parameters of the stage config, used if `requested` does not contain them.
+
+    Raises:
+        RequestError: a parameter is invalid; the error contains its full name in the request.
+    """
     values = {**configured, **{key: value for key, (_, value) in requested.items()}}
     kind = resolve(stage.params_type)
     try:

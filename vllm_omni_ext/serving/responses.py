@@ -1,4 +1,4 @@
-"""Converts our errors to vLLM's, which have an HTTP status, and writes server-sent events in OpenAI's format."""
+"""Converts errors of this package (`OmniError`) to vLLM's, which have an HTTP status; writes server-sent events."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class BadRequest(VLLMValidationError):
-    """HTTP 400. `str()` returns only the message, since our messages already contain the name of the field."""
+    """vLLM's error with HTTP status 400. `str()` returns only the message, which contains the field's name already."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def as_vllm_error(error: OmniError) -> VLLMError:
-    """Return vLLM's error for ours: RequestError has status 400 and `param`, StageUnavailable 503, all others 500."""
+    """Convert an error of this package to vLLM's: RequestError to status 400, StageUnavailable to 503, other to 500."""
     if isinstance(error, RequestError):
         return BadRequest(printable(str(error)), parameter=printable(error.parameter))
     if isinstance(error, StageUnavailable):
@@ -53,7 +53,7 @@ def as_vllm_error(error: OmniError) -> VLLMError:
 
 
 async def omni_error_handler(request: Request, error: OmniError) -> JSONResponse:
-    """Return the response to an error that a route has raised. A RequestError is counted as refused request."""
+    """Return the response to an error that a route has raised; the metrics count a RequestError as refused request."""
     if isinstance(error, RequestError):
         request.app.state.engine_client.observer.refused(error)
     if isinstance(error, UnknownMember):
@@ -62,18 +62,18 @@ async def omni_error_handler(request: Request, error: OmniError) -> JSONResponse
 
 
 def refusal(error: ErrorResponse) -> JSONResponse:
-    """Return vLLM's JSON response for an error."""
+    """Return the HTTP response with vLLM's JSON object for an error."""
     return JSONResponse(error.model_dump(), status_code=error.error.code)
 
 
 def printable(text: str) -> str:
-    """Return a text with client input truncated to LONGEST_MESSAGE, with surrogates as backslash escapes."""
+    """Return a text that may contain client input, truncated to LONGEST_MESSAGE, with surrogates escaped."""
     short = text if len(text) <= LONGEST_MESSAGE else text[:LONGEST_MESSAGE] + "..."
     return short.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 async def with_vllm_errors(source: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield the items of `source`, and convert our errors, also those wrapped by vLLM, to vLLM's. Closes `source`."""
+    """Yield the items of `source`; convert an `OmniError`, also if vLLM has wrapped it, to vLLM's. Closes `source`."""
     async with aclosing(source):
         try:
             async for item in source:
@@ -93,7 +93,7 @@ def read_event(event: str) -> dict[str, Any]:
 
 
 def write_event(data: dict[str, Any]) -> str:
-    """Return a server-sent event without a name."""
+    """Return a server-sent event with `data` as JSON, and without a name."""
     return f"{PREFIX}{json.dumps(data, ensure_ascii=False, separators=(',', ':'))}{END}"
 
 

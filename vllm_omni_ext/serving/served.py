@@ -1,4 +1,4 @@
-"""Gives HTTP handlers and plugins access to the served model: its capabilities, and its reading of request options."""
+"""Gives HTTP handlers and plugins access to the served model, and reads the options and media of requests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,19 @@ IMAGE_PARTS = ("image_url", "input_image")
 """Values of `type` of message parts that contain a picture."""
 
 SLOWEST_HZ, FASTEST_HZ = 1_000, 384_000
-"""Sample rates of sounds that plugins read. Conversion from another rate could take all memory."""
+"""Lowest and highest sample rate of a sound that `ServedModel.sound` reads: resampling from other rates could take all
+memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Options of a request body, full names (`paths`) of the model's fields in it, and encodings by modality."""
+    """The result of `ServedModel.read`.
+
+    Attributes:
+        options: options of the request.
+        paths: full names in the body of the fields that the model declares, by field, e.g. {"voice": "audio.voice"}.
+        encodings: how to encode each modality of the answer, by modality; from `Modality.read`.
+    """
 
     options: RequestOptions
     paths: Mapping[str, str]
@@ -41,7 +48,10 @@ class ReadOptions:
 
 
 class ServedModel:
-    """The served model; one object per application. Implements `plugins.http.OmniServer`, the interface for plugins."""
+    """The served model, for HTTP handlers; one object per API server.
+
+    Implements `plugins.http.OmniServer`, the interface for plugins.
+    """
 
     def __init__(self, omni: AsyncOmni) -> None:
         family = family_of(omni.plan.family)
@@ -62,7 +72,8 @@ class ServedModel:
 
         Args:
             body: the fields that the API's own request type does not read, and all fields that the model declares.
-            modalities: modalities of the answer, if the API determines them.
+            seed: the request's `seed`.
+            modalities: modalities of the answer, if the API determines them; None: the body of a chat sets them.
 
         Raises:
             RequestError: a field is unknown, invalid, or contradicts another one; names the field and allowed values.
@@ -88,7 +99,8 @@ class ServedModel:
     async def images(self, messages: Sequence[Any]) -> list[Any]:
         """Return the pictures of a conversation as PIL images, in order.
 
-        Their pixels are counted in a separate budget, because vLLM's renderer counts them in the request's budget.
+        They are counted in a pixel budget of their own (see `limits.media.PIXELS`), because vLLM's renderer decodes the
+        same pictures again, and counts them in the request's budget.
         """
         connector = self._connector()
         before = PIXELS.set(pixel_budget(self.omni.plan.config))
@@ -109,7 +121,7 @@ class ServedModel:
             field: the request field that contains the URL.
 
         Raises:
-            RequestError: it is not a sound that can be read, or not allowed; names the field.
+            RequestError: the URL is not allowed, or its file is not a readable sound; names the field.
         """
         if not isinstance(url, str):
             raise RequestError(f"{field}: must be the URL of a sound, or a data: URL", parameter=field)

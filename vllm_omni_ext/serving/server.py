@@ -1,4 +1,4 @@
-"""`vllm serve --omni`: the head process, which starts all others and restarts ended ones, and its API servers."""
+"""`vllm serve --omni`: the head process, which starts and restarts all other processes, and API server processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,14 @@ log = logging.getLogger(__name__)
 
 
 def serve(plan: Plan, args: Namespace) -> int:
-    """Start all processes, run until a signal or a failure, and stop all processes. Returns the exit status."""
+    """Run the head process: start all processes, wait for a signal or a failure, and stop all processes.
+
+    Returns:
+        The exit status of the process: 0 or `FAILED`.
+
+    Raises:
+        SystemExit: a signal to stop has arrived.
+    """
     stopping = threading.Event()
 
     def stop(*_: Any) -> None:
@@ -88,7 +95,14 @@ def serve(plan: Plan, args: Namespace) -> int:
 
 
 class Head:
-    """The head process: starts the other processes and supervises them. The end of the `with` block stops them."""
+    """The head process: starts replicas, the coordinator and API servers, and restarts those that end.
+
+    The end of the `with` block stops all of these processes.
+
+    Args:
+        folder: private folder of the deployment, for sockets and metrics.
+        stopping: set when the server begins to stop; processes that end afterwards are not restarted.
+    """
 
     def __init__(self, plan: Plan, folder: PrivateFolder, stopping: threading.Event) -> None:
         self._plan = plan
@@ -133,7 +147,7 @@ class Head:
             self._coordination.close()
 
     def serve(self, listen_address: str, sock: socket.socket, args: Namespace) -> int:
-        """Start all processes and run until an essential process ends; return the exit status.
+        """Start all processes, and return the exit status when an API server has ended that is not restarted.
 
         Raises:
             SystemExit: a signal to stop has arrived.
@@ -209,7 +223,10 @@ class Head:
             self._replica_supervisor.do(partial(self._join_server.forgotten, member, silent=silent))
 
     def _server_ended(self, number: int, error: Exception) -> float | None:
-        """Return the seconds until an ended API server is restarted; None: it is not, and the whole server ends."""
+        """Return the seconds until an API server that has ended is restarted.
+
+        None: the API server is not restarted, and the head stops all processes.
+        """
         assert self._servers is not None
         mark_dead(self._servers.processes[number].pid)
         pause = self._servers.lost(number) if self._answering else None
@@ -222,9 +239,9 @@ class Head:
 
 
 def _coordinator_ended(error: Exception) -> float:
-    """Return the seconds until the coordinator is restarted: 0 if it had started before it ended, else a pause.
+    """Return the seconds until the coordinator, the process that tracks live replicas, is restarted.
 
-    The number of restarts is not limited.
+    0 if the coordinator had started before it ended, else `COORDINATOR_PAUSE_S`. The number of restarts is not limited.
     """
     pause = 0.0 if isinstance(error, Exited) else COORDINATOR_PAUSE_S
     print_status(f"error: the coordinator is gone: {error}; it is started again in {pause:g} s")
@@ -234,7 +251,15 @@ def _coordinator_ended(error: Exception) -> float:
 def run_api_server(
     connections: Connections, control: Connection, listen_address: str, sock: socket.socket, args: Namespace
 ) -> None:
-    """Main function of an API server process."""
+    """Main function of an API server process.
+
+    Args:
+        connections: the data with which this API server connects to every replica.
+        control: pipe to the head process.
+        listen_address: address in the log message.
+        sock: bound socket, which all API servers share.
+        args: parsed arguments of `vllm serve`.
+    """
     import uvloop
     from vllm.plugins import load_general_plugins
 
@@ -256,10 +281,11 @@ def run_api_server(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log only warnings and errors inside the `with` block: the first API server logs the same messages.
+    """Log only warnings and errors inside the `with` block, which contains the start of an API server.
 
-    The HTTP server's messages about its start and end stay hidden after the block. Its log of requests is a separate
-    logger, which does not change.
+    It is used for API servers that would repeat the log of the first one, e.g. after a restart. The HTTP server's
+    messages about its start and end stay hidden after the block. Its log of requests is a separate logger, which does
+    not change.
     """
     logger = logging.getLogger("vllm")
     # A filter, because the HTTP server resets the level of its logger.
@@ -300,7 +326,7 @@ async def _api_server(
 
 
 class HeadConnection:
-    """An API server's end of the pipe to the head; executes the commands that the head sends.
+    """An API server's end of the pipe to the head process; executes the commands that the head sends.
 
     Args:
         apply: applies an operator's change (e.g. a loaded adapter) to this API server.
@@ -315,7 +341,7 @@ class HeadConnection:
         self._incomplete: dict[str, asyncio.Future[None]] = {}
 
     def start(self) -> None:
-        """Start to receive commands, and send the head the replicas that are connected already."""
+        """Start to receive commands; send the head a `ReplicaConnected` for each replica that is connected already."""
         self._replica_connections.loop.add_reader(self._control.fileno(), self._read_message)
         self._replica_connections.connected = self._connected
         for replica in self._replica_connections.replicas.values():

@@ -1,7 +1,7 @@
 """Reads sound of integer samples from containers that only PyAV opens (MKV, MOV, AVI, M4A).
 
-vLLM's loader for PyAV converts integer samples to float without dividing them, and takes the channels of interleaved
-samples for one. PCM, FLAC and ALAC are decoded to integers, AAC, MP3, Opus and Vorbis to float in separate planes.
+vLLM's loader for PyAV converts integer samples to float without scaling them to [-1, 1], and reads interleaved channels
+as one channel. PCM, FLAC and ALAC are decoded to integers, AAC, MP3, Opus and Vorbis to float in separate planes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _users = 0
 
 @contextmanager
 def install() -> Iterator[None]:
-    """Make this process read such files right, inside the `with` block; blocks of several threads may overlap."""
+    """Replace vLLM's PyAV loader in this process, inside the `with` block, by one that reads integer samples correctly.
+
+    Blocks of several threads may overlap.
+    """
     global _users
     with _lock:
         _users += 1
@@ -47,7 +50,11 @@ def _use(load: Load) -> None:
 
 
 def _load(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:
-    """Return the samples [n], float32 in [-1, 1], and their rate in Hz; raises the errors of vLLM's loader."""
+    """Read a file with vLLM's loader `stock`; scale integer samples, and mix interleaved channels.
+
+    Returns:
+        (samples [n], float32 in [-1, 1]; sample rate in Hz)
+    """
     samples, rate = stock(path, **options)
     if isinstance(path, BytesIO):
         path.seek(0)

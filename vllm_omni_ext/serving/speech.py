@@ -31,7 +31,7 @@ from vllm_omni_ext.serving.served import ServedModel
 
 INPUT = "input"
 ROUTE = "speech"
-"""Key of the stages of these requests in `Capabilities.routes`."""
+"""Key in `Capabilities.routes` of the stages that speech requests need."""
 
 SSE, BYTES = "sse", "audio"
 VOICES = ("voice", "speaker")
@@ -43,7 +43,7 @@ OF_FAMILIES: dict[str, Any] = {
     "speed": 1.0,
     **dict.fromkeys(("instructions", "ref_audio", "ref_text", "sample_rate", "language")),
 }
-"""Fields that a family may not have: their value without an effect."""
+"""Fields that not every model family supports, with the value that has no effect and is always allowed."""
 
 router = APIRouter()
 
@@ -53,7 +53,10 @@ _SOUND = {
 
 
 class SpeechRequest(OpenAIBaseModel):
-    """Body of `/v1/audio/speech`: OpenAI's fields and vllm-omni's. Parameters of stages are allowed too."""
+    """Body of `/v1/audio/speech`: the fields of OpenAI and of the project vllm-omni.
+
+    Fields named after stages, with parameters of these stages, are allowed too.
+    """
 
     input: str = Field(description="The text, spoken word for word.")
     model: str | None = None
@@ -102,11 +105,12 @@ async def list_voices(raw_request: Request) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class SpeechAnswer(DirectAnswer):
-    """Starts a speech request, and writes its sound or its events.
+    """Starts a checked speech request, and writes its answer: the encoded sound, or events that contain the sound.
 
     Attributes:
         rendered: the prompt.
-        format: a key of `SPEECH_FORMATS`.
+        options: options of the request.
+        format: encoding of the sound, a key of `SPEECH_FORMATS`.
     """
 
     error_event = "speech.audio.error"
@@ -146,13 +150,17 @@ class SpeechAnswer(DirectAnswer):
 
 
 def install(app: FastAPI, model: ServedModel, **stock: Any) -> None:
-    """Add the routes of the speech API to the application; `stock` are arguments of vLLM's handler."""
+    """Add the routes of the speech API to the application; `stock` are arguments of `GenerateBaseServing`."""
     app.state.omni_serving_speech = DirectServing(model, **stock)
     app.include_router(router)
 
 
 async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswer:
-    """Check a speech request, and return its prompt and options. A RequestError names the field and allowed values."""
+    """Check a speech request, and return the `SpeechAnswer` that starts it.
+
+    Raises:
+        RequestError: a field is invalid; names the field and the allowed values.
+    """
     await refuse_long(model.omni, INPUT, request.input)
     validate_json_values(request)
     sound_format = choice("response_format", request.response_format, SPEECH_FORMATS)
@@ -168,7 +176,7 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswe
 
 
 def _refuse_others(body: dict[str, Any], model: ServedModel) -> None:
-    """Raise RequestError if the body has a field that neither this API nor the family uses."""
+    """Raise RequestError if the body has a field that neither this API nor the model family uses."""
     known = {*model.fields.names, *model.surface.speech_fields}
     for name, neutral in OF_FAMILIES.items():
         if name not in known and body.get(name) not in (None, neutral):
@@ -181,7 +189,14 @@ def _refuse_others(body: dict[str, Any], model: ServedModel) -> None:
 
 
 def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
-    """Move `max_new_tokens` of the body to `max_tokens` of the stage that makes the sound; return the body."""
+    """Move `max_new_tokens` of the body to `max_tokens` of a stage, in place; return the body.
+
+    Args:
+        stage: `HttpSurface.speech_stage`, the stage whose tokens are limited; "": the model has no such limit.
+
+    Raises:
+        RequestError: the body has `max_new_tokens`, and `stage` is "".
+    """
     if (most := body.pop(MAX_NEW_TOKENS, None)) is None:
         return body
     if not stage:

@@ -21,7 +21,7 @@ TEXT_HANDLERS = {
     "openai_serving_responses": "create_responses",
     "anthropic_serving_messages": "create_messages",
 }
-"""Method to be checked, by the name of vLLM's handler in the application's state."""
+"""Names of the methods to which checks are added, by the name of vLLM's handler in `app.state`."""
 
 INSTEAD = "/v1/responses answers text only; /v1/chat/completions answers with"
 

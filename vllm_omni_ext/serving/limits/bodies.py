@@ -90,7 +90,8 @@ class RefusedBody(HTTPException):
     """Status 413, as an exception type that FastAPI's body parsing does not catch.
 
     Args:
-        problem: the exceeded limit, as the rest of a sentence about the field.
+        problem: the exceeded limit, e.g. "has more than 4096 bytes"; the message is the field's name and this text.
+        parameter: name of the field.
     """
 
     def __init__(self, problem: str, *, parameter: str = WHOLE) -> None:
@@ -219,7 +220,11 @@ def _name(key: bytes) -> str:
 
 
 def read_priority(headers: Headers) -> int:
-    """Return the priority in a request's headers. Raises ValueError: it is no integer that is allowed."""
+    """Return the priority in a request's headers, 0 without one.
+
+    Raises:
+        ValueError: the header is not an integer, or its absolute value exceeds `wire.priorities.MOST`.
+    """
     priority = int(headers.get(PRIORITY_HEADER, "0"))
     if abs(priority) > priorities.MOST:
         raise ValueError
@@ -256,7 +261,7 @@ class RequestLimits:
 
 
 class _Body:
-    """Receives one body, and refuses it as soon as it exceeds a limit. Only the bytes of forms are limited."""
+    """Receives one body, and refuses it as soon as it exceeds a limit. Of forms, only the bytes are counted."""
 
     def __init__(self, headers: Headers, receive: Receive, config: OmniConfig) -> None:
         declared = headers.get("content-length", "")
@@ -321,7 +326,7 @@ class _Answer:
 
 
 def shortened(body: bytes) -> bytes:
-    """Return the body of an error response with truncated texts; other bodies than vLLM's errors are not changed."""
+    """Truncate the texts in the body of an error response; return other bodies than vLLM's errors unchanged."""
     try:
         answer = json.loads(body)
     except ValueError:

@@ -32,7 +32,9 @@ STOCK = "http"
 """Name of vLLM's own connector, which `install` replaces. A connector set by VLLM_MEDIA_CONNECTOR is not replaced."""
 
 EARLIEST_FAILURE_S = 0.5
-"""Seconds before which no failure is reported, so that its time does not reveal whether a port nearby is open."""
+"""Least seconds from the start of a fetch to its error response.
+
+Thus the time does not reveal to clients whether a port in the server's network is open."""
 
 MOST_BYTES = 1 << 30
 """Limit of the bytes of fetched, undecoded media that an API server holds at a time."""
@@ -65,7 +67,7 @@ class Budget:
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
-        """Return a function like `take`. When the `with` block ends, the amounts of its calls are subtracted."""
+        """Yield a function that calls `take`; subtract the amounts of all its calls when the `with` block ends."""
         taken: list[int] = []
 
         def take(amount: int) -> None:
@@ -109,7 +111,11 @@ class MediaNotFetched(BadRequest):
 
 
 class RestrictedMediaConnector(MediaConnector):
-    """`MediaConnector` that fetches with `Fetcher`. `install` sets the class attributes."""
+    """vLLM's `MediaConnector`, but http and https URLs are fetched with `Fetcher`, which checks their addresses.
+
+    Attributes:
+        allow_private_media: value of the stage config (see `Rules.of`); `install` sets it, and `budget`.
+    """
 
     allow_private_media: str | None = None
     budget: Budget
@@ -155,7 +161,10 @@ class RestrictedMediaConnector(MediaConnector):
 
 
 def _limit_pixels(media_io: Any) -> None:
-    """Make `media_io` count the pixels of an image before it decodes the image, in a thread that lacks `PIXELS`."""
+    """Make `media_io` count the pixels of an image before it decodes the image.
+
+    The budget is read from `PIXELS` here, because the thread that decodes does not have the request's context.
+    """
     budget = PIXELS.get()
     if budget is None or not isinstance(media_io, ImageMediaIO):
         return

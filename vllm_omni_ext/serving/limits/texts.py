@@ -31,7 +31,7 @@ PROMPT_FIELDS = ("messages", "prompt", "input")
 
 
 def install(app: FastAPI, renderer: Any) -> None:
-    """Limit tokenization and the tokens of `/detokenize`. Errors about a length name the request's field afterwards."""
+    """Limit tokenization and the tokens of `/detokenize`; make errors about long prompts name the request's field."""
     renderer._tokenize_prompt_async = make_async(partial(_tokenize, renderer), executor=renderer._executor)
     app.add_exception_handler(VLLMValidationError, _handler)  # type: ignore[arg-type]
     tokenization, most = app.state.serving_tokenization, renderer.model_config.max_model_len

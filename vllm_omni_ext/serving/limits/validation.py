@@ -149,8 +149,8 @@ def validate_json_values(request: BaseModel) -> None:
 def _problem(value: Any) -> tuple[str, str] | None:
     """Return (path, error text) of the first value inside `value` that is refused, or None.
 
-    Refused are integers of more than 64 bits, floats that are not finite, and text with half of a surrogate pair. It
-    recurses once a level; deeper bodies than 100 levels were refused before.
+    Refused are integers of more than 64 bits, floats that are not finite, and text with half of a surrogate pair. The
+    recursion has at most 100 levels, because `BodyScan` has refused bodies with more levels of nesting.
     """
     if isinstance(value, int):
         return ("", "must be an integer of at most 64 bits") if abs(value) > LARGEST_INTEGER else None

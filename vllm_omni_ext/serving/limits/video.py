@@ -42,10 +42,10 @@ OpenCV decodes every frame up to the last sampled one, at 400 to 1200 frames/s f
 enough for half an hour of video. An endless file occupies one of vLLM's eight media threads for this time."""
 
 GRACE_S = 5.0
-"""Seconds after TIMEOUT_S at which the caller kills a process that its own timer has not ended."""
+"""Seconds after TIMEOUT_S at which the API server kills a video process that its own timer has not ended."""
 
 MEMORY_BYTES = 8 << 30
-"""Limit of the address space of a process, in addition to its size at the start.
+"""Limit of the address space of a video process in bytes, in addition to its size at the start.
 
 It includes all sampled frames: vLLM samples up to 768 frames for some models, each of 6 MB at 1080p."""
 
@@ -53,7 +53,7 @@ FIRST_TO_GO = 1000
 """Value for /proc/self/oom_score_adj: when memory runs out, the kernel kills the video processes first."""
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
-"""Signals whose default action is restored in a process. Handlers of libraries take a second to look up symbols."""
+"""Signals whose default action is restored in a video process: libraries' handlers take a second to look up symbols."""
 
 MAX_HEADER_BYTES = 16 << 20
 
@@ -66,7 +66,13 @@ class ReadFailed(ValueError):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Header that a process sends before the array of frames; after a header with `error`, no array is sent."""
+    """Header that a video process sends before the array of frames.
+
+    Attributes:
+        error: message of the loader's error; no array is sent then. "": the video was read.
+        about: metadata of the video.
+        dtype, shape: of the array.
+    """
 
     error: str = ""
     about: dict[str, Any] = {}
@@ -147,7 +153,7 @@ def _pieces(array: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
 
 
 def _answer(end: Connection, stock: Any, options: dict[str, Any], timeout_s: float, memory_bytes: int) -> None:
-    """Main function of a process: receive the bytes of one video, and send its frames."""
+    """Main function of a video process: receive the bytes of one video, and send its frames."""
     faulthandler.disable()
     for number in (signal.SIGALRM, *CRASHES):
         signal.signal(number, signal.SIG_DFL)

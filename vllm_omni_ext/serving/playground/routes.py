@@ -1,4 +1,4 @@
-"""The routes of the page: its files, and a few facts about the server that it needs before the first request."""
+"""The routes of the page `/playground`: its files, and facts about the server, which the page reads first."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ HEADERS = {
 """Headers of every file. `blob:` is for pictures that the page itself makes from an answer."""
 
 USED = ("/v1/chat/completions", "/v1/realtime/client_secrets")
-"""Routes that the page uses where they exist."""
+"""Routes that the page uses if the server has them."""
 
 
 @cache
 def files() -> dict[str, tuple[bytes, str]]:
-    """Return content and media type of the page's files, by path."""
+    """Return (content, media type) of each file of the page, by URL path."""
     found = {}
     for file in resources.files(__package__).iterdir():
         kind = TYPES.get(f".{file.name.rpartition('.')[2]}")
@@ -47,10 +47,10 @@ def paths() -> frozenset[str]:
 
 
 def add_routes(app: FastAPI, *, needs_key: bool) -> None:
-    """Add the page, after all routes that it uses.
+    """Add the routes of the page. The routes in `USED` must be added before, as the facts list those that exist.
 
     Args:
-        needs_key: requests of the page need an API key.
+        needs_key: the server requires an API key.
     """
     router = APIRouter()
     served = {getattr(route, "path", None) for route in app.routes}

@@ -1,4 +1,7 @@
-"""Answers of responses: chat requests to the handler of this process, and their parts as events of the session."""
+"""Sends the chat requests of one Realtime session to the chat handler of this process, and passes answers to `Session`.
+
+Each response, each transcription and each `ComputeAhead` command is one chat request.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,16 @@ from vllm_omni_ext.serving.responses import printable
 logger = init_logger(__name__)
 
 PIECE_MS = 100
-"""Length of the sound in one event, at most."""
+"""Largest length of the sound in one event, in milliseconds."""
 
 PACERS = 16
-"""Sounds whose playing is followed: a client may still play one when the next responses have begun."""
+"""Number of responses with a `Pacer`: a client may still play the sound of a response when later ones have begun."""
 
 TRANSCRIPTIONS = 4
-"""Simultaneous transcriptions of one session; others wait."""
+"""Limit of the simultaneous transcriptions of one session; further ones wait."""
 
 TRACES = 16
-"""Responses whose times in the stages are kept; a session has fewer responses at once."""
+"""Number of responses whose `RequestTrace` is kept. A session has fewer responses in progress."""
 
 INVALID_PROMPT = "invalid_prompt"
 
@@ -59,16 +62,16 @@ TOO_LONG = ("input_text", "input_tokens")
 TRANSCRIBE = "Transcribe the audio word for word. Reply with the transcript only."
 
 AHEAD = "ahead"
-"""Key of a session's request that computes sound before its turn ends. Keys of other requests are ids with a prefix."""
+"""Key in `Answers` of the request of a `ComputeAhead`. The keys of other requests are ids of responses and items."""
 
 Take = Callable[[Outs], None]
 
 Known = Callable[[Sound], bool]
-"""Whether vLLM's media cache has a sound, so that its name stands for it."""
+"""Returns whether vLLM's media cache has a sound; a request then contains its name (`uuid`) without the data."""
 
 
 class Failed(Exception):
-    """An answer that ends with an error.
+    """A chat request of a session was refused, or has failed.
 
     Attributes:
         kind: type of the error in the protocol.
@@ -84,7 +87,7 @@ class Failed(Exception):
 
     @classmethod
     def of(cls, error: ErrorInfo | dict[str, Any]) -> Failed:
-        """Return vLLM's error, from a response or an event of a stream."""
+        """Return the `Failed` for an error of vLLM, e.g. the `error` of an `ErrorResponse` or of a part of a stream."""
         found = error if isinstance(error, dict) else error.model_dump()
         status, param = found.get("code") or HTTPStatus.INTERNAL_SERVER_ERROR, found.get("param")
         message = str(found.get("message", ""))
@@ -96,19 +99,19 @@ class Failed(Exception):
 
 
 class Answers:
-    """The running answers and transcriptions of one session; also its `Playback`.
+    """Runs the chat requests of one session, and passes their outputs to `Session`. Implements `session.Playback`.
 
     Args:
-        chat: the handler of the API server.
-        take: sends the events, and carries out the commands, that the session returns.
-        clock: monotonic clock, seconds.
+        chat: chat handler of the API server.
+        take: `Connection._take`: sends the events and executes the commands that a method of `Session` has returned.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
         self, chat: OmniServingChat, take: Take, metrics: Metrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.session: Session
-        """Set by the owner before the first answer."""
+        """The session; `Connection` sets it before the first request."""
         self._chat = chat
         self._take = take
         self._metrics = metrics
@@ -119,42 +122,49 @@ class Answers:
         self._traces: OrderedDict[str, RequestTrace] = OrderedDict()
 
     def stage_metrics(self, response_id: str) -> dict[str, Any]:
-        """Return the times of a response in each stage, as `metrics` of a chat; empty if it was not started."""
+        """Return the times of a response in each stage, in the format of `metrics` of chat answers.
+
+        Empty if the request of the response has not been started.
+        """
         trace = self._traces.get(response_id)
         return {} if trace is None else as_metrics(trace)
 
     def played_ms(self, response_id: str) -> float:
-        """Return the milliseconds of a response's sound that were played."""
+        """Return the milliseconds of a response's sound that the client has played."""
         pacer = self._pacers.get(response_id)
         return 0.0 if pacer is None else pacer.played_ms(self._clock())
 
     def remaining_ms(self, response_id: str) -> float:
-        """Return the milliseconds of a response's sound that were sent and are not played yet."""
+        """Return the milliseconds of a response's sound that were sent, and that the client has not played yet."""
         pacer = self._pacers.get(response_id)
         return 0.0 if pacer is None else pacer.remaining_ms(self._clock())
 
     def start(self, command: Generate) -> None:
-        """Begin to answer."""
+        """Start the chat request of a response."""
         self._begin(command.response_id, self._answer(command))
 
     def compute_ahead(self, command: ComputeAhead) -> None:
-        """Begin to compute the prompt of the next response; an earlier such request is aborted."""
+        """Start the request of a `ComputeAhead`. A request of an earlier `ComputeAhead` is aborted."""
         self.stop(AHEAD)
         self._begin(AHEAD, self._compute_ahead(command))
 
     def transcribe(self, command: Transcribe) -> None:
-        """Begin to transcribe."""
+        """Start the chat request for the transcript of an item."""
         self._begin(command.item_id, self._transcribe(command))
 
     def stop(self, key: str) -> None:
-        """Abort the answer of a response, or the transcription of an item; none is running: nothing happens."""
+        """Abort a request if it is running. For a response, also record that the client stops to play its sound.
+
+        Args:
+            key: id of the response or of the transcribed item, or `AHEAD`.
+        """
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
         if (pacer := self._pacers.get(key)) is not None:
             pacer.cancel(self._clock())
 
     async def close(self) -> None:
-        """Abort everything, and return when it has ended."""
+        """Abort all requests, and return when their tasks have ended."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -220,7 +230,7 @@ class Answers:
         return pacer
 
     async def _send(self, response_id: str, player: _Player, began: float) -> None:
-        """Send the sound piece by piece, each when it is due."""
+        """Pass the sound of a response to the session in pieces, each when `player` returns it as due."""
         first = True
         while (piece := await player.next()) is not None:
             if first:
@@ -249,15 +259,15 @@ class Answers:
         ahead_of: tuple[str, ...] | None = None,
         started: Callable[[RequestTrace], None] | None = None,
     ) -> Parts:
-        """Return the parts of the answer to a chat request, for which the media cache need not have the sounds.
+        """Send a chat request, and return the parts of its answer (see `answers.PartStream`).
 
-        Sounds of earlier turns are sent by name. If one of them leaves the cache before vLLM reads it, the request is
-        refused, and sent again with all sounds.
+        Sounds that vLLM's media cache has are sent by name. If one of them is evicted before vLLM reads it, vLLM
+        refuses the request, which is then sent again with the data of all sounds.
 
         Args:
-            body: makes the request.
-            ahead_of: see `RequestOptions`.
-            started: receives the trace of the request.
+            body: returns the body of the request; its argument returns whether a sound is sent by name.
+            ahead_of: see `plugins.runtime.RequestOptions`.
+            started: receives the trace of the request when it starts.
 
         Raises:
             Failed: the request is refused.
@@ -286,7 +296,7 @@ class Answers:
         ahead_of: tuple[str, ...] | None,
         started: Callable[[RequestTrace], None] | None,
     ) -> Parts:
-        """Return the parts of the answer to a chat request.
+        """Send a chat request once, and return the parts of its answer.
 
         Args:
             ahead_of, started: see `_answered`.
@@ -309,7 +319,7 @@ class Answers:
         return answer
 
     async def _compute_ahead(self, command: ComputeAhead) -> None:
-        """Compute a prompt without an answer. A failure is only logged: the response computes its whole prompt."""
+        """Run the request of a `ComputeAhead`. A failure is only logged; the response computes the whole prompt."""
         reading = _Reading()
 
         def body(known: Known) -> dict[str, Any]:
@@ -357,7 +367,7 @@ class Answers:
 
 
 class _Reading:
-    """The numbers of one answer."""
+    """Collects the finish reason and the token counts from the parts of one answer."""
 
     def __init__(self) -> None:
         self.finish_reason = "stop"
@@ -365,7 +375,7 @@ class _Reading:
         self._usage: dict[str, Any] = {}
 
     def deltas(self, part: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the deltas of a part, and note its finish reason and usage.
+        """Return the `delta` of each choice in a part, and store the part's finish reason and usage.
 
         Raises:
             Failed: the part is an error.
@@ -390,7 +400,7 @@ class _Reading:
 
 
 class _Player:
-    """The sound of one response on its way to the client, in pieces of `PIECE_MS`."""
+    """Queue of one response's sound, encoded for the client: returns pieces of `PIECE_MS` when the pacer allows it."""
 
     def __init__(self, pacer: Pacer, sound_format: dict[str, Any], clock: Callable[[], float]) -> None:
         kind = sound_format["type"]
@@ -402,7 +412,7 @@ class _Player:
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def add(self, chunk: AudioChunk) -> float:
-        """Encode sound; return the milliseconds that wait to be sent in addition."""
+        """Encode a chunk of sound, and queue its pieces. Returns the duration of these pieces in ms."""
         if self._encoder is None:
             self._encoder = Encoder(self._format, chunk.sample_rate)
         data = self._encoder.write(chunk.samples, last=chunk.last)
@@ -412,11 +422,11 @@ class _Player:
         return len(data) / self._bytes_per_ms
 
     def end(self) -> None:
-        """No sound follows."""
+        """Record that no sound follows: `next` returns None after the last queued piece."""
         self._pieces.put_nowait(None)
 
     async def next(self) -> tuple[bytes, float] | None:
-        """Return the next piece and its milliseconds when it is due; None after the last one."""
+        """Wait until the next piece is due, and return (encoded piece, its duration in ms); None after the last one."""
         piece = await self._pieces.get()
         if piece is None:
             return None
@@ -428,12 +438,12 @@ class _Player:
 
 
 def modalities(settings: Settings) -> tuple[str, ...]:
-    """Return the modalities of a response's chat request."""
+    """Return the modalities of a response's chat request: text, and sound if `output_modalities` is ["audio"]."""
     return (TEXT, AUDIO) if settings["output_modalities"] == [AUDIO] else (TEXT,)
 
 
 def chat_body(settings: Settings, messages: list[dict[str, Any]], known: Known) -> dict[str, Any]:
-    """Return the body of a chat request; sounds in `messages` that are not `known` become WAV files in base64."""
+    """Return the body of the chat request of a response; for the sounds in `messages` see `with_wav`."""
     body: dict[str, Any] = {
         "model": settings["model"],
         "messages": with_wav(messages, known),
@@ -464,7 +474,7 @@ def _tools(settings: Settings) -> dict[str, Any]:
 
 
 def transcription_body(command: Transcribe, known: Known) -> dict[str, Any]:
-    """Return the body of a chat request for the transcript of an item; see `chat_body`."""
+    """Return the body of a chat request for the transcript of an item's sound; for `known` see `with_wav`."""
     settings = command.settings
     words = [TRANSCRIBE]
     if settings["language"]:
@@ -483,9 +493,12 @@ def transcription_body(command: Transcribe, known: Known) -> dict[str, Any]:
 
 
 def with_wav(messages: list[dict[str, Any]], known: Known) -> list[dict[str, Any]]:
-    """Return messages whose sounds have names and are WAV files in base64, at the rate of the client's sound.
+    """Replace each `Sound` in chat messages by a WAV file in base64, with the name of the sound as `uuid`.
 
-    A sound that is `known` is sent by its name alone.
+    The WAV file has the sample rate of the client's sound. A sound for which `known` returns True has only a name.
+
+    Returns:
+        The changed copies of the messages.
     """
     return [
         {**message, "content": [_with_wav(part, known) for part in message["content"]]}

@@ -31,7 +31,7 @@ class ClientSecrets:
     """Creates and checks client secrets.
 
     Args:
-        keys: the API keys. If empty, the server accepts every client, and secrets are signed with a public key.
+        keys: the API keys. If empty, the server accepts every client, and the signing key is not secret.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""One client's connection: a session between a WebSocket and the model."""
+"""Connects the WebSocket of one client with a `Session`, the turn detection and the model."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ NORMAL, GOING_AWAY, POLICY, INTERNAL = 1000, 1001, 1008, 1011
 """Codes that close a WebSocket."""
 
 CLOSE_S = 5.0
-"""Seconds that the events before a close may take to be sent."""
+"""Seconds that the server waits, before it closes a connection, until its queued events are sent."""
 
 
 class Closing(Exception):
-    """The connection ends.
+    """Ends a connection.
 
     Args:
-        code: of the WebSocket.
-        error: sent before; its code is the reason of the close.
+        code: close code of the WebSocket.
+        error: sent to the client before the close; `error.code` is the close reason of the WebSocket.
     """
 
     def __init__(self, code: int, error: ClientError) -> None:
@@ -65,7 +65,7 @@ class _Unsent:
 
     Attributes:
         text: the event as JSON; "": the event was dropped.
-        sound_of: id of the response of which the event has sound; "": it has none.
+        sound_of: id of the response whose sound the event contains; "": the event contains no sound.
     """
 
     text: str
@@ -73,15 +73,18 @@ class _Unsent:
 
 
 class Connection:
-    """A client's connection.
+    """Serves one client: passes its events to a `Session`, sends the session's events, and executes its commands.
 
     Args:
-        speech: the models of its turn detection.
-        config: settings of the client's secret; None: there are none.
-        stage_metrics: `response.done` has `metrics`, the response's times in each stage.
+        offer: properties of the served model.
+        chat: chat handler of the API server.
+        speech: computes the probabilities of speech for turn detection.
+        config: fields of `session` that the client's secret contains; None: there is no secret.
+        stage_metrics: add `metrics`, the times of the response in each stage, to `response.done`.
+        clock: monotonic clock in seconds.
 
     Raises:
-        ClientError: `config` cannot be met.
+        ClientError: `config` has a field that this server does not support.
     """
 
     def __init__(
@@ -115,14 +118,14 @@ class Connection:
         )
         self._out: asyncio.Queue[_Unsent | Closing] = asyncio.Queue()
         self._sounds: dict[str, deque[_Unsent]] = {}
-        """Events of `_out` with sound, by response."""
+        """Events in `_out` that contain sound, by response id."""
         self._unsent = 0
         self._draining = False
         self._closed = False
         self._writer: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Serve the client until one of both closes the connection, which has been accepted."""
+        """Serve the client until the client or the server closes the connection. The WebSocket is accepted already."""
         writer = self._writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read_to_the_end())
         try:
@@ -139,7 +142,7 @@ class Connection:
                     logger.error("A connection has failed", exc_info=end)
 
     def drain(self) -> None:
-        """The server shuts down: the client gets an error, and the connection ends after the running responses."""
+        """Send the client an error, as the server shuts down; close the connection after its running responses."""
         self._draining = True
         self._take(self._session.drain())
 
@@ -187,7 +190,7 @@ class Connection:
             raise Closing(POLICY, ClientError(text, code="session_idle")) from error
 
     async def _carry_out(self, outs: Outs) -> None:
-        """Send events, and carry out commands; frames of speech are complete before the next event is read."""
+        """Send events and execute commands. The next event of the client is read after all `Detect`s are executed."""
         self._take([out for out in outs if not isinstance(out, Detect)])
         for out in outs:
             if isinstance(out, Detect) and (detector := self._session.detector) is not None:
@@ -238,7 +241,7 @@ class Connection:
         self._out.put_nowait(unsent)
 
     def _drop_sound(self, response_id: str) -> None:
-        """Drop the events with sound of a response that a client, which does not read, has not been sent yet."""
+        """Drop the queued events with sound of a response. Events are queued while the client does not read."""
         for unsent in self._sounds.pop(response_id, ()):
             self._unsent -= len(unsent.text)
             unsent.text = ""
@@ -254,7 +257,11 @@ class Connection:
             self._metrics.of(REALTIME_TURNS).inc()
 
     def _close(self, closing: Closing, *, sent: bool = False) -> None:
-        """Close the connection after the events that wait; `sent`: the error has been sent."""
+        """Send the queued events, then close the connection.
+
+        Args:
+            sent: the client has got the error already; it is not sent again.
+        """
         if self._closed:
             return
         if not sent:

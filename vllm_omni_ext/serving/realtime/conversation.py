@@ -116,7 +116,14 @@ def cut(text: str, heard_ms: float, made_ms: float, *, whole: bool) -> str:
 
 @dataclass(kw_only=True)
 class Item:
-    """An item of a conversation: a message, function call, or output. Attributes that its type lacks are empty."""
+    """An item of a conversation: a message, a function call, or a function's output.
+
+    Attributes:
+        type: "message", "function_call" or "function_call_output".
+        role, content: of a message; empty for other types.
+        name, call_id, arguments, output: of a function call or a function's output; empty where the type lacks them.
+        status: "completed", "incomplete" or "in_progress".
+    """
 
     id: str
     type: str
@@ -196,7 +203,7 @@ _NOTHING = object()
 
 
 def _json(text: str) -> Any:
-    """Return the value of a JSON text; `_NOTHING` if it is none."""
+    """Return the value of a JSON text; `_NOTHING` if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -244,7 +251,7 @@ def check_size(items: Sequence[Item], limits: Limits) -> None:
     """Check the number and the size of the items of a conversation, or of the input of a response.
 
     Raises:
-        ClientError: they exceed a limit.
+        ClientError: the items exceed a limit.
     """
     full = [
         (len(items), limits.items, "items"),
@@ -318,7 +325,7 @@ class Conversation:
         """Add an item, and return the id of the item that precedes it; None: the added item is the first.
 
         Args:
-            previous_item_id: id of the item after which it is added; "root": add it as the first; None: as the last.
+            previous_item_id: id of the item after which `item` is added; "root": add it as first item; None: as last.
 
         Raises:
             ClientError: no item has the id `previous_item_id`, or `check` raises.

@@ -23,7 +23,10 @@ Frames = list[tuple[float, float]]
 
 
 def available() -> tuple[str, ...]:
-    """Return the types of turn detection whose models are installed, the default first; empty without "server_vad"."""
+    """Return the types of turn detection whose models are installed, the default first.
+
+    The types are "server_vad" and "semantic_vad"; empty if the model of "server_vad" is not installed.
+    """
     found = []
     for kind, check in (("server_vad", vad.model_file), ("semantic_vad", smart_turn.model_file)):
         try:
@@ -56,7 +59,12 @@ class SpeechFrames:
         self._computed: dict[tuple[float, float], float] = {}
 
     def begin(self, sound_format: dict[str, Any] | None, from_ms: float) -> None:
-        """Reset for sound that begins at `from_ms`, in a format of the protocol; None: detection is off."""
+        """Reset before new sound; called at the start of a session and when its format or turn detection changes.
+
+        Args:
+            sound_format: format of the sound, e.g. {"type": "audio/pcm", "rate": 24000}; None: turn detection is off.
+            from_ms: position of the first sample in the session's input sound, in ms.
+        """
         self._decoder = self._vad = None
         self._from_ms = self._kept_from_ms = from_ms
         self._kept.clear()
@@ -68,7 +76,8 @@ class SpeechFrames:
     async def push(self, data: bytes, detector: TurnDetector) -> Frames:
         """Return (end in ms, probability of speech) of each frame that `data` completes.
 
-        The completenesses that `detector` needs for these frames are computed too, for `completeness`.
+        The probabilities of complete turns that `detector` reads for these frames are computed too; `completeness`
+        returns them.
         """
         assert self._decoder is not None and self._vad is not None, "detection is on"
         samples = self._decoder.write(data)
@@ -84,7 +93,7 @@ class SpeechFrames:
         return self._computed[start_ms, end_ms]
 
     async def _compute(self, frames: Frames, detector: TurnDetector) -> None:
-        """Compute the completenesses that the detector reads for the frames.
+        """Compute the probabilities of complete turns that the detector reads for the frames.
 
         Each pass writes the frames to a copy of the detector. The passes end when a copy reads only computed values.
         """

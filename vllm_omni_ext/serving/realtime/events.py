@@ -1,4 +1,4 @@
-"""Events of the Realtime protocol: the client's are read strictly, the server's are built by name."""
+"""Events of OpenAI's Realtime protocol: pydantic models of the client's events, and functions for server events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ MISSING, UNKNOWN, WRONG_TYPE, WRONG_VALUE = (
     "invalid_value",
 )
 UNSUPPORTED = "unsupported_value"
-"""Codes of wrong fields. The last one: the field is the protocol's, and this server does not have what it requests."""
+"""This and the four constants above are error codes of wrong fields. UNSUPPORTED: the protocol allows the field or its
+value, but this server does not support it."""
 
 MOST_TOKENS = 4096
 """Largest `max_output_tokens` of the protocol other than `inf`."""
@@ -38,7 +39,7 @@ MOST_TOKENS = 4096
 LONGEST_ID = 64
 MOST_DEPTH = 100
 MOST_FIELDS = 64
-"""Most fields of an object of the protocol; each has fewer of its own."""
+"""Limit of the number of fields of an object from a client. All objects of the protocol have fewer fields."""
 
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 
@@ -49,10 +50,12 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class ClientError(Exception):
-    """An error that the client gets as an `error` event.
+    """An error that the server sends to the client as an `error` event.
 
     Args:
-        param: path of the field.
+        code: code of the error in the protocol.
+        param: path of the wrong field in the client's event; None: the error is not about a field.
+        kind: type of the error in the protocol.
     """
 
     def __init__(self, message: str, *, code: str, param: str | None = None, kind: str = INVALID_REQUEST) -> None:
@@ -62,20 +65,24 @@ class ClientError(Exception):
         self.kind = kind
 
     def event(self, event_id: str | None = None) -> Event:
-        """Return the `error` event, without its own id."""
+        """Return the `error` event, to which `numbered` adds an id.
+
+        Args:
+            event_id: id of the client's event that caused the error; None: the client has set no id.
+        """
         error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": event_id}
         return {"type": "error", "error": error}
 
 
 class Strict(BaseModel):
-    """An object without other fields than its own, of their exact types."""
+    """Base class of the protocol's objects. It refuses unknown fields, and does not convert values to other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
-        """Refuse an object of many fields before pydantic makes an error for each of them, which takes a second."""
+        """Refuse an object with many fields before pydantic creates an error for each field, which takes a second."""
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise ValueError(f"may have {MOST_FIELDS} fields")
         return value
@@ -133,7 +140,7 @@ Format = Annotated[Pcm | Pcmu | Pcma, Field(discriminator="type")]
 
 
 class ServerVad(Strict):
-    """Turns end after silence."""
+    """`turn_detection` that ends a turn after a fixed duration of silence; see `turns.ServerVad`."""
 
     type: Literal["server_vad"]
     threshold: float = Field(0.5, ge=0, le=1)
@@ -145,7 +152,7 @@ class ServerVad(Strict):
 
 
 class SemanticVad(Strict):
-    """Turns end after silence whose length depends on the sound before it."""
+    """`turn_detection` that ends a turn after silence, sooner if the turn is complete; see `turns.SemanticVad`."""
 
     type: Literal["semantic_vad"]
     eagerness: Literal["low", "medium", "high", "auto"] = "auto"
@@ -157,7 +164,7 @@ TurnDetection = Annotated[ServerVad | SemanticVad, Field(discriminator="type")]
 
 
 class Transcription(Strict):
-    """Transcription of committed sound."""
+    """`audio.input.transcription` of a session: settings for the transcription of the user's sound."""
 
     model: str | None = None
     language: str | None = Field(None, max_length=16)
@@ -168,7 +175,7 @@ class Transcription(Strict):
 
 
 class AudioInput(Strict):
-    """`audio.input`."""
+    """`audio.input` of a session."""
 
     format: Format | None = None
     noise_reduction: Any = None
@@ -177,7 +184,7 @@ class AudioInput(Strict):
 
 
 class AudioOutput(Strict):
-    """`audio.output`."""
+    """`audio.output` of a session."""
 
     format: Format | None = None
     speed: float | None = None
@@ -232,7 +239,7 @@ ToolChoice = Annotated[Any, AfterValidator(_tool_choice)]
 
 
 class RetentionRatio(Strict):
-    """The part of a conversation that stays in the prompt when the conversation is too long."""
+    """`truncation` as an object: the fraction of the tokens that is kept in a prompt that was too long."""
 
     type: Literal["retention_ratio"]
     retention_ratio: float = Field(ge=0, le=1)
@@ -240,7 +247,7 @@ class RetentionRatio(Strict):
 
 
 class Inference(Strict):
-    """Fields that a session and a response have."""
+    """Base class of `session` and `response` in the client's events: the fields that both have."""
 
     output_modalities: Modalities | None = None
     instructions: str | None = None
@@ -276,7 +283,7 @@ class ResponseFields(Inference):
 
 
 class ItemFields(Strict):
-    """Fields of each item. `status` has no effect, as in OpenAI's API."""
+    """Base class of conversation items: the fields that all items have. `status` has no effect, as in OpenAI's API."""
 
     id: Id | None = None
     object: Literal["realtime.item"] | None = None
@@ -302,7 +309,7 @@ class UserContent(Strict):
 
 
 class AssistantContent(Strict):
-    """Text of an assistant message, or the transcript of one that was spoken."""
+    """Text of an assistant message, or the transcript of its sound."""
 
     type: Literal["output_text", "output_audio"]
     text: str | None = None
@@ -344,7 +351,7 @@ class FunctionCall(ItemFields):
 
 
 class FunctionCallOutput(ItemFields):
-    """The result of a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Id
@@ -371,13 +378,13 @@ _ITEMS: dict[str, type[Strict]] = {
 
 
 def read_item(data: Mapping[str, Any], path: str) -> Strict:
-    """Read an item.
+    """Validate an item of a client's event, and return the model of its type, e.g. `UserMessage`.
 
     Args:
-        path: of the item, for errors.
+        path: path of the item in the event, for errors.
 
     Raises:
-        ClientError: a field is wrong, or the item is of a kind that this server does not have.
+        ClientError: a field is wrong, or this server does not support the item's type.
     """
     kind = data.get("type")
     if kind == "message":
@@ -398,39 +405,39 @@ def read_item(data: Mapping[str, Any], path: str) -> Strict:
 
 
 class ClientEvent(Strict):
-    """An event of the client."""
+    """Base class of the client's events."""
 
     event_id: str | None = None
 
 
 class SessionUpdate(ClientEvent):
-    """`session.update`."""
+    """Event `session.update`: changes settings of the session."""
 
     type: Literal["session.update"]
     session: SessionFields
 
 
 class Append(ClientEvent):
-    """`input_audio_buffer.append`; `audio` is base64."""
+    """Event `input_audio_buffer.append`: adds sound, in base64, to the input buffer."""
 
     type: Literal["input_audio_buffer.append"]
     audio: str
 
 
 class Commit(ClientEvent):
-    """`input_audio_buffer.commit`."""
+    """Event `input_audio_buffer.commit`: makes the sound of the input buffer a user's item."""
 
     type: Literal["input_audio_buffer.commit"]
 
 
 class Clear(ClientEvent):
-    """`input_audio_buffer.clear`."""
+    """Event `input_audio_buffer.clear`: removes the sound of the input buffer."""
 
     type: Literal["input_audio_buffer.clear"]
 
 
 class ItemCreate(ClientEvent):
-    """`conversation.item.create`."""
+    """Event `conversation.item.create`: adds an item to the conversation."""
 
     type: Literal["conversation.item.create"]
     item: dict[str, Any]
@@ -438,21 +445,21 @@ class ItemCreate(ClientEvent):
 
 
 class ItemDelete(ClientEvent):
-    """`conversation.item.delete`."""
+    """Event `conversation.item.delete`: removes an item from the conversation."""
 
     type: Literal["conversation.item.delete"]
     item_id: str
 
 
 class ItemRetrieve(ClientEvent):
-    """`conversation.item.retrieve`."""
+    """Event `conversation.item.retrieve`: requests an item with its sound."""
 
     type: Literal["conversation.item.retrieve"]
     item_id: str
 
 
 class ItemTruncate(ClientEvent):
-    """`conversation.item.truncate`."""
+    """Event `conversation.item.truncate`: sets how much of an assistant's sound was played."""
 
     type: Literal["conversation.item.truncate"]
     item_id: str
@@ -461,21 +468,21 @@ class ItemTruncate(ClientEvent):
 
 
 class ResponseCreate(ClientEvent):
-    """`response.create`."""
+    """Event `response.create`: starts a response."""
 
     type: Literal["response.create"]
     response: ResponseFields | None = None
 
 
 class ResponseCancel(ClientEvent):
-    """`response.cancel`."""
+    """Event `response.cancel`: cancels a response in progress."""
 
     type: Literal["response.cancel"]
     response_id: str | None = None
 
 
 class OutputClear(ClientEvent):
-    """`output_audio_buffer.clear`, which exists for WebRTC only."""
+    """Event `output_audio_buffer.clear`, which exists for WebRTC only; `Session` refuses it."""
 
     type: Literal["output_audio_buffer.clear"]
 
@@ -496,13 +503,13 @@ CLIENT_EVENTS: Mapping[str, type[ClientEvent]] = {
 
 
 def parse(text: str, most_values: int) -> Any:
-    """Return the JSON value of a message.
+    """Return the JSON value of a client's message.
 
     Args:
-        most_values: most opening brackets and commas.
+        most_values: limit of the number of opening brackets and commas.
 
     Raises:
-        ClientError: it is not JSON, nested too deeply, or has too many values.
+        ClientError: the text is not JSON, is nested too deeply, or has too many values.
     """
     if values(text) > most_values:
         raise ClientError(f"the event has more than {most_values} values", code="event_too_large")
@@ -517,16 +524,16 @@ def _refuse_constant(name: str) -> Any:
 
 
 def event_id_of(data: Any) -> str | None:
-    """Return the id that the client gave an event, if there is one."""
+    """Return the `event_id` that the client has set in an event; None without one."""
     found = data.get("event_id") if isinstance(data, dict) else None
     return printable(found) if isinstance(found, str) else None
 
 
 def read_event(data: Any) -> ClientEvent:
-    """Read an event of the client.
+    """Validate the JSON value of a client's event, and return the model of its type, e.g. `SessionUpdate`.
 
     Raises:
-        ClientError: its type is unknown, or a field is.
+        ClientError: the type is unknown, or a field is unknown, missing or invalid.
     """
     if not isinstance(data, dict):
         raise ClientError("an event must be an object", code=WRONG_TYPE)
@@ -543,13 +550,15 @@ def read_event(data: Any) -> ClientEvent:
 
 
 def _check_values(value: Any, depth: int) -> None:
-    """Check values that JSON can have, and that cannot be sent back or tokenized.
+    """Check that `value` has no infinite number, no text with half of a surrogate pair, and no deep nesting.
+
+    These are valid JSON, but cannot be tokenized or sent back to the client.
 
     Args:
-        depth: objects and arrays that may be inside of one another.
+        depth: allowed levels of nested objects and arrays.
 
     Raises:
-        ClientError: a value is one of them.
+        ClientError: the check has failed.
     """
     if isinstance(value, str) and _HALF_CHARACTER.search(value):
         raise ClientError("the event has half of a surrogate pair in a text", code=WRONG_VALUE)
@@ -566,13 +575,13 @@ def _check_values(value: Any, depth: int) -> None:
 
 
 def read(model: type[ModelT], data: Any, path: str) -> ModelT:
-    """Validate an object of a client.
+    """Validate an object of a client's event, and return it as an instance of `model`.
 
     Args:
-        path: of the object in the event, for errors.
+        path: path of the object in the event, for errors; "": the event itself.
 
     Raises:
-        ClientError: the first wrong field.
+        ClientError: a field is unknown, missing or invalid; the error names the first such field.
     """
     try:
         return model.model_validate(data)
@@ -581,7 +590,11 @@ def read(model: type[ModelT], data: Any, path: str) -> ModelT:
 
 
 def as_client_error(error: ValidationError, path: str) -> ClientError:
-    """Return the first problem that pydantic has found, by the field's path."""
+    """Convert the first problem of a pydantic error to a `ClientError`.
+
+    Args:
+        path: path of the validated object in the event; the error has the path of the field.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
     loc = [part for part in first["loc"] if part not in _TAGS]
     found = path
@@ -599,17 +612,17 @@ def as_client_error(error: ValidationError, path: str) -> ClientError:
 
 
 _TAGS = frozenset({"audio/pcm", "audio/pcmu", "audio/pcma", "server_vad", "semantic_vad"})
-"""Parts of pydantic's paths that are no field: the names of a union's members."""
+"""Elements that pydantic adds to an error's path for the members of a union. They are not fields of the event."""
 
 
 # -- events of the server ---------------------------------------------------------------------------------------
 
 
 def event(kind: str, **fields: Any) -> Event:
-    """Return an event of the server, without its id."""
+    """Return an event of the server, to which `numbered` adds an id; `kind` is its `type`."""
     return {"type": kind, **fields}
 
 
 def numbered(found: Event, new_id: Callable[[str], str]) -> Event:
-    """Return an event with an id of its own, as its second field."""
+    """Return a copy of an event with a new `event_id`, as its second field."""
     return {"type": found["type"], "event_id": new_id("event"), **{k: v for k, v in found.items() if k != "type"}}

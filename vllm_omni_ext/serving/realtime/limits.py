@@ -8,7 +8,7 @@ from vllm_omni_ext.config import schema
 
 _DEFAULT = schema.Limits()
 BURST_S = 10
-"""A client can send as many events at once as in this time, in seconds."""
+"""Seconds of the sustained rate that a client may use at once: the burst has `BURST_S` * `events_per_s` events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Limits:
 
 
 BYTES_AN_EVENT, VALUES_AN_EVENT = 64 << 10, 1000
-"""A larger event counts as several: its characters and its values take about 1 ms for so many."""
+"""Characters, and values (see `values`), for which an event counts as one more event; each takes about 1 ms."""
 
 
 def weight(text: str) -> float:
-    """Return the number of events as which an event counts for its rate: 1 for a small one."""
+    """Return the number of events as which an event counts for `Rate`: 1 for a small event, more for a large one."""
     return 1 + len(text) / BYTES_AN_EVENT + values(text) / VALUES_AN_EVENT
 
 

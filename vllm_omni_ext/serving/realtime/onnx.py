@@ -40,7 +40,11 @@ def packaged(module: str, file: str) -> Path | None:
 
 
 def require_runtime(wanted_by: str) -> None:
-    """Raise ConfigError if ONNX Runtime is not installed. The message begins with `wanted_by`."""
+    """Raise ConfigError if ONNX Runtime is not installed.
+
+    Args:
+        wanted_by: name of the setting that needs it, e.g. "server_vad"; the message begins with it.
+    """
     if find_spec("onnxruntime") is None:
         raise ConfigError(f"{wanted_by}: onnxruntime is not installed; run: {EXTRA}")
 

@@ -24,7 +24,7 @@ FULL_SCALE = 2**15
 FILTER_SAMPLES = 256
 """Number of zeros that are appended to a sound before it is resampled.
 
-They are more than the length of FFmpeg's filter at any of our ratios. Without them, FFmpeg drops the last sample."""
+FFmpeg's filter is shorter at all ratios of rates that occur here. Without the zeros, FFmpeg drops the last sample."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,11 @@ class Resampler:
         self._filter: Any = None
 
     def write(self, samples: Samples, *, last: bool = False) -> Samples:
-        """Return float32 samples [n] at the target rate. `last` also returns the filter's samples, and resets it."""
+        """Convert the next samples, float32 [n], and return those at the target rate that are complete, float32 [m].
+
+        Args:
+            last: no samples follow: also return the samples that are still in the filter, and reset the filter.
+        """
         if self._source == self._target:
             return samples
         self._read += len(samples)

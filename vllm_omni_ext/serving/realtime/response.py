@@ -64,7 +64,12 @@ class Usage:
 
 @dataclass(kw_only=True)
 class Output:
-    """An output item of a response, at `index` of `output`; `open` until its last event has been returned."""
+    """An output item of a response.
+
+    Attributes:
+        index: position of the item in the response's `output`.
+        open: the last event of the item has not been returned yet.
+    """
 
     item: Item
     index: int
@@ -125,7 +130,7 @@ class Response:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the output ends early: by vLLM's finish reason, or within the JSON of a function call's arguments."""
+        """Whether the output is incomplete: the token limit ended it, or a function call's arguments are not JSON."""
         calls = (each.item.arguments for each in self._calls.values())
         return self.finish_reason == LENGTH or not all(map(is_json, calls))
 
@@ -148,7 +153,7 @@ class Response:
         }
 
     def begin(self) -> list[Event]:
-        """Return the first events. The list of rate limits is empty, because this server does not limit tokens."""
+        """Return the events `response.created` and `rate_limits.updated`; this server has no rate limits of tokens."""
         return [event("response.created", response=self.public()), event("rate_limits.updated", rate_limits=[])]
 
     def text(self, delta: str) -> list[Event]:
@@ -214,7 +219,7 @@ class Response:
         return [] if self.cut_off else self._close_calls()
 
     def end(self, status: str, details: dict[str, Any] | None = None) -> list[Event]:
-        """Return the last events.
+        """End the response; return the last events of its open items, and `response.done`.
 
         Args:
             status: "completed", "cancelled", "failed" or "incomplete".

@@ -1,5 +1,7 @@
-"""The state of a session. Pure: events of the client, of the turn detector and of the model in; events for the client
-and commands out.
+"""The state of one session of the Realtime API, as a state machine without I/O and without a clock.
+
+`Connection` passes in the client's events, the frames of `SpeechFrames`, and the outputs of the model. Methods return
+events (dicts), which `Connection` sends to the client, and commands (e.g. `Generate`), which `Connection` executes.
 """
 
 from __future__ import annotations
@@ -43,25 +45,36 @@ from vllm_omni_ext.serving.realtime.turns import (
 )
 
 AUTO_RATIO = 0.8
-"""Part of a conversation that stays in the prompt with `truncation` "auto", once it is too long."""
+"""Fraction of the tokens that `truncation` "auto" keeps in a prompt that was too long; see `shortened`."""
 
 BLOCK_MARGIN_MS = 200
-"""Milliseconds of sound that must follow a block: they have influence on its last samples and frames, by resampling (up
-to 110 ms with soxr from 8 kHz) and by the windows of the spectrogram (12.5 ms)."""
+"""Milliseconds of sound after a block (see `Offer.block_ms`) that must have arrived before the block is computed.
+
+Later sound changes the last samples of a block by resampling (up to 110 ms with soxr from 8 kHz), and the last frames
+of a block by the windows of the spectrogram (12.5 ms)."""
 
 STEPS_A_BLOCK = 4
-"""Number of times that the blocks of a turn are computed during a block that follows: a louder sound may have changed
-their features. Blocks that are unchanged are cached, so such a request computes a few tokens."""
+"""Number of `ComputeAhead` commands for each block length of a turn's sound.
+
+Each command computes all blocks of the turn again, as louder sound that follows may change their features. Unchanged
+blocks are in the prefix cache, so that a command computes few tokens."""
 
 LETTERS_A_TOKEN, MS_A_TOKEN, PICTURE_TOKENS = 4, 80, 1000
-"""Estimates of an item's share of the prompt. They decide how many items are dropped, not whether."""
+"""Estimates for `shortened`: characters per token, milliseconds of sound per token, and tokens per picture.
+
+They determine how many items are dropped from a prompt. Whether the prompt is too long does not depend on them."""
 
 DRAINING = "server_shutting_down"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Answer `messages` with the settings of a response."""
+    """Command: send the chat request of a response.
+
+    Attributes:
+        settings: settings of the response, which override those of the session.
+        messages: chat messages of the prompt, from `conversation.messages`.
+    """
 
     response_id: str
     settings: Settings
@@ -70,19 +83,21 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """Abort the answer of a response, and drop its sound that has not been sent."""
+    """Command: abort the chat request of a response, and drop the response's sound that has not been sent."""
 
     response_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeAhead:
-    """Compute the beginning of the prompt of the next response, up to the last whole block of the input sound.
+    """Command: compute the prompt of the next response during the user's turn, so that the prefix cache has it.
 
-    It replaces an earlier `ComputeAhead`.
+    The prompt is computed up to the last whole block (`Offer.block_ms`) of the turn's sound. The request of an earlier
+    `ComputeAhead` is aborted.
 
     Attributes:
-        messages: of the conversation, with the sound of the current turn as the last one.
+        settings: settings of the session.
+        messages: chat messages of the conversation; the last one is the sound of the current turn.
     """
 
     settings: Settings
@@ -91,15 +106,15 @@ class ComputeAhead:
 
 @dataclass(frozen=True, kw_only=True)
 class StopAhead:
-    """The turn of a `ComputeAhead` has ended: abort it if it is running. What it has computed can be used."""
+    """Command: abort the request of `ComputeAhead`, as its turn has ended. Computed blocks stay in the prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transcribe:
-    """Transcribe the sound of an item.
+    """Command: transcribe the sound of a user's item.
 
     Attributes:
-        settings: `audio.input.transcription`.
+        settings: the session's `audio.input.transcription`.
     """
 
     item_id: str
@@ -109,16 +124,18 @@ class Transcribe:
 
 @dataclass(frozen=True, kw_only=True)
 class StopTranscribing:
-    """The item of a transcription is gone."""
+    """Command: abort the transcription of an item, as the client has deleted the item."""
 
     item_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detection:
-    """Compute the probability of speech in sound of `format` that follows, whose first sample is at `from_ms`.
+    """Command: reset `SpeechFrames`, which computes the probabilities of speech, for the sound of the next `Detect`s.
 
-    `format` None: turn detection is off.
+    Attributes:
+        format: format of the sound, e.g. {"type": "audio/pcm", "rate": 24000}; None: turn detection is off.
+        from_ms: position of the first sample in the input sound of the session, in ms.
     """
 
     format: dict[str, Any] | None
@@ -127,7 +144,7 @@ class Detection:
 
 @dataclass(frozen=True, kw_only=True)
 class Detect:
-    """Compute the probability of speech in `data`, and pass it to `Session.frames`."""
+    """Command: compute the probability of speech in each frame of `data`, and pass the frames to `Session.frames`."""
 
     data: bytes
 
@@ -138,27 +155,28 @@ Outs = list[Out]
 
 
 class Playback(Protocol):
-    """The playing of the sound that was sent, response by response."""
+    """How much of the sound that was sent a client has played, by response; implemented by `Answers`."""
 
     def played_ms(self, response_id: str) -> float:
-        """Return the milliseconds that were played."""
+        """Return the milliseconds of a response's sound that the client has played."""
 
     def remaining_ms(self, response_id: str) -> float:
-        """Return the milliseconds that were sent and are not played yet."""
+        """Return the milliseconds of a response's sound that were sent, and that the client has not played yet."""
 
 
 class Session:
-    """One session.
+    """The settings, conversation, input buffer, turn detection and responses of one session.
 
     Args:
-        playback: of the sound that was sent.
-        new_id: returns an id with a prefix, e.g. "item".
+        offer: properties of the served model.
+        playback: how much of each response's sound the client has played.
+        new_id: returns a new id with the given prefix, e.g. new_id("item").
         expires_at: Unix time at which the session ends.
-        config: settings that differ from the defaults, with the client's secret.
-        completeness: of the turn detector; None: there is no semantic detection.
+        config: fields of `session` that the client's secret contains (see `ClientSecrets`); None: there is no secret.
+        completeness: computes the probability that a turn is complete; None: `semantic_vad` is not available.
 
     Raises:
-        ClientError: `config` cannot be met.
+        ClientError: `config` has a field that this server does not support.
     """
 
     def __init__(
@@ -186,23 +204,23 @@ class Session:
         self.buffer = InputBuffer(self._input["format"], limits.buffer_bytes)
         self._detector: TurnDetector | None = None
         self._speech_item = ""
-        """Id of the item that the turn becomes, during a turn."""
+        """During a turn: id of the item that will contain the turn's sound; "" between turns."""
         self._steps_ahead = 0
-        """Length of the current turn's sound at the last `ComputeAhead`, in parts of a block (`STEPS_A_BLOCK`)."""
+        """Length of the turn's sound at the last `ComputeAhead`, in block lengths / `STEPS_A_BLOCK`; 0: none sent."""
         self._responses: dict[str, Response] = {}
         self._current: Response | None = None
-        """The response that writes to the conversation."""
+        """The response in progress whose output items are added to the conversation; None: there is none."""
         self._last_spoken: Response | None = None
         self._voice_fixed = False
         self._dropped: set[str] = set()
-        """Ids of items that are no longer in prompts, because the conversation was too long."""
+        """Ids of items that prompts no longer contain, because a prompt was too long."""
         self._transcribing: set[str] = set()
         self._refused: ClientError | None = None
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def begin(self) -> Outs:
-        """Return the first event."""
+        """Return the event `session.created`, and the commands that start turn detection."""
         return self._numbered([event("session.created", session=self.settings), *self._detect_anew()])
 
     @property
@@ -212,7 +230,7 @@ class Session:
 
     @property
     def block_ms(self) -> float | None:
-        """Length of the blocks of input sound that are computed before the turn ends; None: none is."""
+        """Length in ms of the blocks of sound that `ComputeAhead` computes; None: no sound is computed ahead."""
         return self._offer.block_ms
 
     @property
@@ -226,18 +244,18 @@ class Session:
         return tuple(self._responses)
 
     def drain(self) -> Outs:
-        """The server shuts down: no more responses begin. Return the error event for the client."""
+        """Refuse new responses from now on, as the server shuts down. Return the error event for the client."""
         self._refused = ClientError("the server is shutting down", code=DRAINING, kind=SERVER_ERROR)
         return self._numbered([self._refused.event()])
 
     def error(self, error: ClientError) -> Outs:
-        """Return an error event that belongs to no event of the client."""
+        """Return the `error` event for an error that does not refer to the `event_id` of a client's event."""
         return self._numbered([error.event()])
 
     # -- events of the client -----------------------------------------------------------------------------------
 
     def receive(self, text: str) -> Outs:
-        """Handle a message of the client; a wrong one gets an error event and changes nothing."""
+        """Handle an event of the client (a JSON text). For an invalid event, return an `error` event."""
         event_id = None
         try:
             data = events.parse(text, self._limits.values)
@@ -326,7 +344,7 @@ class Session:
         return self._stop_ahead()
 
     def _compute_ahead(self) -> Outs:
-        """Return a command for the whole blocks of the turn's sound, if it has grown by a part of a block or more."""
+        """Return a `ComputeAhead` if 1 / `STEPS_A_BLOCK` of a block or more has arrived since the last one, else []."""
         block = self._offer.block_ms
         if block is None or self._current is not None or self._refused is not None:
             return []
@@ -350,7 +368,7 @@ class Session:
         return Item(id=item_id, type="message", role="user", content=[Part(type="input_audio", sound=sound)])
 
     def _add_sound(self, item: Item) -> Outs:
-        """Add an item with sound; it has been checked."""
+        """Add an item with sound to the conversation; the caller has called `Conversation.check` for the item."""
         previous = self.conversation.add(item)
         outs: Outs = [
             event("input_audio_buffer.committed", previous_item_id=previous, item_id=item.id),
@@ -365,7 +383,7 @@ class Session:
     # -- turns --------------------------------------------------------------------------------------------------
 
     def _detect_anew(self) -> Outs:
-        """Begin to detect turns as the settings are now."""
+        """Replace the turn detector after a change of the settings, and return the commands for `SpeechFrames`."""
         found, was_on = self._input["turn_detection"], self._detector is not None
         self._speech_item, self._detector = "", None
         outs = self._stop_ahead()
@@ -377,7 +395,11 @@ class Session:
         return [*outs, Detect(data=self.buffer.peek().data)] if len(self.buffer) else outs
 
     def frames(self, frames: Iterable[tuple[float, float]]) -> Outs:
-        """Take frames of the input sound: the end of each in ms, and its probability of speech."""
+        """Handle frames of the input sound, and return the events and commands of turns that start or end in them.
+
+        Args:
+            frames: (end of the frame in ms, probability of speech), from `SpeechFrames.push`.
+        """
         if self._detector is None:
             return []
         outs: Outs = []
@@ -414,7 +436,7 @@ class Session:
         return [*outs, *self._interrupt()] if self._input["turn_detection"]["interrupt_response"] else outs
 
     def _interrupt(self) -> Outs:
-        """Cancel the response, and truncate the last sound at its played length."""
+        """Cancel the current response, as the user speaks, and truncate the last spoken item at its played length."""
         spoken, outs = self._last_spoken, list[Out]()
         played = 0.0
         if spoken is not None and spoken.spoken is not None:
@@ -523,7 +545,11 @@ class Session:
         return [item for item in self.conversation if item.id not in self._dropped]
 
     def _given_context(self, given: list[dict[str, Any]]) -> list[Item]:
-        """Return the items of `response.input`; they have the limits of a conversation."""
+        """Convert `response.input`, which replaces the conversation in the prompt, to items.
+
+        Raises:
+            ClientError: an item is invalid, or the items exceed the limits of a conversation.
+        """
         context = []
         if len(given) > self._limits.items:
             message = f"response.input: may have {self._limits.items} items"
@@ -574,19 +600,27 @@ class Session:
         if self._detector is not None:
             self._detector.idle_from(at_ms)
 
-    # -- the model's answers; those of responses that have ended are dropped -------------------------------------
+    # -- outputs of the model; an output for a response that has ended is ignored --------------------------------
 
     def text(self, response_id: str, delta: str) -> Outs:
-        """Take text of a response."""
+        """Add generated text to a response, and return its events."""
         return self._of(response_id, lambda response: response.text(delta))
 
     def made(self, response_id: str, ms: float, *, last: bool) -> None:
-        """Count sound of a response that waits to be sent."""
+        """Add `ms` to the length of a response's generated sound; `sound` is called when that sound is sent.
+
+        Args:
+            last: the model has generated all sound of the response.
+        """
         if (response := self._responses.get(response_id)) is not None:
             response.made(ms, last=last)
 
     def sound(self, response_id: str, data: bytes, ms: float) -> Outs:
-        """Take sound that is due, in the format of the response."""
+        """Add sound to a response, and return the events that send it now.
+
+        Args:
+            data: `ms` milliseconds of sound in the response's format.
+        """
         response = self._responses.get(response_id)
         if response is None:
             return []
@@ -596,15 +630,19 @@ class Session:
         return self._numbered(response.sound(data, ms))
 
     def call(self, response_id: str, index: int, name: str | None, arguments: str) -> Outs:
-        """Take a part of a function call; the first part has the name."""
+        """Add a piece of a function call to a response, and return its events; see `Response.call`."""
         return self._of(response_id, lambda response: response.call(index, name, arguments))
 
     def generated(self, response_id: str, finish_reason: str, usage: Usage) -> Outs:
-        """The model has ended with vLLM's `finish_reason`; sound may still wait to be sent."""
+        """Record that the model has finished a response, whose sound may still wait to be sent; return its events.
+
+        Args:
+            finish_reason: vLLM's finish reason of the text.
+        """
         return self._of(response_id, lambda response: response.generated(finish_reason, usage))
 
     def drained(self, response_id: str) -> Outs:
-        """All of a response has been sent."""
+        """End a response after its last sound was sent, and return its last events."""
         response = self._responses.get(response_id)
         if response is None:
             return []
@@ -613,7 +651,11 @@ class Session:
         return self._numbered(self._end(response, COMPLETED))
 
     def failed(self, response_id: str, message: str, *, kind: str, code: str) -> Outs:
-        """The model could not answer."""
+        """End a response with an error, and return its last events.
+
+        Args:
+            kind, code: type and code of the error in the protocol.
+        """
         response = self._responses.get(response_id)
         if response is None:
             return []
@@ -621,9 +663,11 @@ class Session:
         return self._numbered(self._end(response, FAILED, {"error": error}))
 
     def shorten(self, response_id: str) -> Outs:
-        """The prompt of a response was too long: drop its oldest items, if the settings allow it.
+        """Drop the oldest items of a response's prompt, which was too long for the model.
 
-        Returns nothing if there is nothing to drop, or the response has ended.
+        Returns:
+            A `Generate` with the shorter prompt; [] if `truncation` is "disabled", no item can be dropped, or the
+            response has ended.
         """
         response = self._responses.get(response_id)
         if response is None:
@@ -646,14 +690,14 @@ class Session:
     # -- transcripts of input sound -----------------------------------------------------------------------------
 
     def transcript(self, item_id: str, delta: str) -> Outs:
-        """Take a part of an item's transcript."""
+        """Return the event for a piece of the transcript of a user's item; [] if the item was deleted."""
         if item_id not in self._transcribing:
             return []
         kind = "conversation.item.input_audio_transcription.delta"
         return self._numbered([event(kind, item_id=item_id, content_index=0, delta=delta)])
 
     def transcribed(self, item_id: str, text: str, usage: Usage) -> Outs:
-        """Take the whole transcript of an item."""
+        """Store the whole transcript of a user's item, and return its event; [] if the item was deleted."""
         if item_id not in self._transcribing:
             return []
         self._transcribing.remove(item_id)
@@ -672,7 +716,11 @@ class Session:
         return self._numbered([event(kind, item_id=item_id, content_index=0, transcript=text, usage=tokens)])
 
     def not_transcribed(self, item_id: str, message: str, *, kind: str, code: str) -> Outs:
-        """An item could not be transcribed."""
+        """Return the event for a transcription that has failed; [] if the item was deleted.
+
+        Args:
+            kind, code: type and code of the error in the protocol.
+        """
         if item_id not in self._transcribing:
             return []
         self._transcribing.remove(item_id)
@@ -681,12 +729,12 @@ class Session:
         return self._numbered([event(name, item_id=item_id, content_index=0, error=error)])
 
     def _numbered(self, outs: Iterable[Any]) -> Outs:
-        """Return outs whose events have ids."""
+        """Return events and commands; each event gets a new `event_id`."""
         return [events.numbered(each, self._new_id) if isinstance(each, dict) else each for each in outs]
 
 
 def _added(item: Item, previous: str | None) -> list[Event]:
-    """Return the events about an item that is complete when it is added, after the item with the id `previous`."""
+    """Return the two events about a new item that is complete already; `previous` is the id of the preceding item."""
     names = ("conversation.item.added", "conversation.item.done")
     return [event(name, previous_item_id=previous, item=item.public()) for name in names]
 
@@ -699,9 +747,13 @@ def _detector_settings(found: Mapping[str, Any]) -> ServerVad | SemanticVad:
 
 
 def shortened(items: list[Item], ratio: float) -> list[Item]:
-    """Return the newest items whose estimated tokens are at most `ratio` of all items'; at least the last item.
+    """Drop the oldest items until the estimated tokens of the others are at most `ratio` of those of all items.
 
-    Items before the first message are dropped too, so that no result of a function remains without its call.
+    At least one item is dropped, and the last item is kept. Dropping goes on until the first kept item is a message, so
+    that no function output is kept without its function call.
+
+    Returns:
+        The kept items.
     """
     tokens = [_tokens(item) for item in items]
     left, first = float(sum(tokens)), 0

@@ -1,4 +1,4 @@
-"""Settings of a session: defaults, and updates that change the given fields only."""
+"""Settings of a Realtime session, a dict in the API's format: the defaults, and updates by events of the client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TRANSCRIBERS = frozenset(
         "gpt-realtime-whisper",
     }
 )
-"""OpenAI's names of `transcription.model`, which clients send as they are: the served model transcribes for them."""
+"""Values of `transcription.model` in OpenAI's API. They are allowed, and the served model transcribes."""
 
 NOT_AVAILABLE = "is not available"
 
@@ -59,17 +59,19 @@ _DETECTORS: dict[str, type[Strict]] = {"server_vad": ServerVad, "semantic_vad": 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """The served model as sessions need it.
+    """Properties of the served model and the server that determine the settings of a session.
 
     Attributes:
-        model: its name in the session.
-        names: its served names.
-        modalities: modalities that it answers with.
-        voice: the default one; None: it has none.
-        check_voice: raises RequestError for a voice that it does not have.
-        detectors: types of turn detection of this server; the first is the default.
-        tracing: `tracing` of each session, which no client changes: "auto" if the server exports spans, else None.
-        block_ms: length of the blocks of input sound that are computed before the turn ends; None: none is.
+        model: name of the model in the session; may be the name of a LoRA adapter.
+        names: served names of the model.
+        modalities: modalities of the model's answers: "text", "audio", or both.
+        voice: default voice of the model; None: the model has no default voice.
+        check_voice: raises RequestError for a voice that the model does not have.
+        detectors: types of turn detection of this server; the first is the default; empty: there is none.
+        tracing: value of the setting `tracing`, which clients cannot change: "auto" if the server exports spans, else
+            None.
+        block_ms: length in ms of the blocks of input sound that are computed before the turn ends; None: no sound is
+            computed before.
     """
 
     model: str
@@ -83,7 +85,7 @@ class Offer:
 
     @property
     def default_modalities(self) -> list[str]:
-        """`output_modalities` of a session that names none."""
+        """`output_modalities` of a session for which the client has set none."""
         return [AUDIO] if AUDIO in self.modalities else [TEXT]
 
 
@@ -131,14 +133,15 @@ def _default_detection(offer: Offer) -> dict[str, Any] | None:
 def updated(
     current: Settings, fields: SessionFields, offer: Offer, *, voice_fixed: bool = False, buffered: bool = False
 ) -> Settings:
-    """Return settings with the given fields changed; `null` sets a field to its default.
+    """Return a copy of the settings, changed by the fields of `session.update`; `null` sets a field to its default.
 
     Args:
+        current: the settings; not changed.
         voice_fixed: the session has answered with sound, so that the voice cannot change.
         buffered: the input audio buffer has sound, so that its format cannot change.
 
     Raises:
-        ClientError: a field cannot be met; nothing is changed.
+        ClientError: a field is invalid, not supported, or cannot change now.
     """
     path = "session"
     _refuse(fields, REFUSED, path)
@@ -168,10 +171,15 @@ def voice_error(param: str) -> ClientError:
 
 
 def of_response(current: Settings, fields: ResponseFields | None, offer: Offer, *, voice_fixed: bool) -> Settings:
-    """Return the settings of one response: the session's, with the fields of `response.create`.
+    """Return the settings of one response: those of the session, overridden by the fields of `response.create`.
+
+    Args:
+        current: settings of the session.
+        fields: None: the settings of the session apply unchanged.
+        voice_fixed: see `updated`.
 
     Raises:
-        ClientError: a field cannot be met.
+        ClientError: a field is invalid or not supported.
     """
     if fields is None:
         return current
@@ -195,7 +203,7 @@ def _refuse(fields: Inference, reasons: Mapping[str, str], path: str) -> None:
 
 
 def _check_tracing(given: Any, path: str) -> None:
-    """Check `tracing`, which changes nothing: clients send "auto" by default, and some end at an error event."""
+    """Check `tracing`, which has no effect: clients send "auto" by default, and some end at an error event."""
     if isinstance(given, dict):
         raise unsupported(path, 'traces have no names or metadata of clients; use "auto"')
     if given not in (None, "auto"):
@@ -203,12 +211,12 @@ def _check_tracing(given: Any, path: str) -> None:
 
 
 def unsupported(param: str, reason: str) -> ClientError:
-    """Return the error for a field of the protocol that this server cannot meet."""
+    """Return the error for a field of the protocol, or a value of it, that this server does not support."""
     return ClientError(f"{param}: {NOT_AVAILABLE}: {reason}", code=UNSUPPORTED, param=param)
 
 
 def _inference(fields: Inference, offer: Offer, path: str, default: Settings) -> Settings:
-    """Return the fields that sessions and responses have, as far as they are given."""
+    """Return new values of the fields of `Inference` that the client has set; `null` becomes the value of `default`."""
     new: Settings = {}
     for name in ("output_modalities", "instructions", "tool_choice", "max_output_tokens", "parallel_tool_calls"):
         if name in fields.model_fields_set:
@@ -228,10 +236,13 @@ def _inference(fields: Inference, offer: Offer, path: str, default: Settings) ->
 
 
 def read_tools(tools: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
-    """Return tools as they are shown in a session.
+    """Validate tools of a client's event, and return them without fields that are `null`.
+
+    Args:
+        path: path of the tools in the event, for errors.
 
     Raises:
-        ClientError: a tool is no function, or a field is wrong.
+        ClientError: a tool is not a function, or has a wrong field.
     """
     found = []
     for index, each in enumerate(tools):
@@ -274,7 +285,7 @@ def _apply_input(current: Settings, fields: AudioInput, offer: Offer, path: str)
 
 
 def _transcription(current: Settings, given: dict[str, Any] | None, offer: Offer, path: str) -> Settings | None:
-    """Return `transcription`; fields that are not given keep their values."""
+    """Return the new value of `transcription`. Fields that the client has not set keep their values."""
     if given is None:
         return None
     fields = read(Transcription, {**(current["transcription"] or {}), **given}, path)
@@ -287,7 +298,7 @@ def _transcription(current: Settings, given: dict[str, Any] | None, offer: Offer
 
 
 def _detection(current: Settings, given: dict[str, Any] | None, offer: Offer, path: str) -> Settings | None:
-    """Return `turn_detection`; fields that are not given keep their values if the type stays the same."""
+    """Return the new value of `turn_detection`. Fields that are not set keep their values if the type stays."""
     if given is None:
         return None
     kind = given.get("type")

@@ -1,4 +1,4 @@
-"""The routes of the Realtime API: the WebSocket, and client secrets."""
+"""The routes of the Realtime API: the WebSocket `/v1/realtime`, and `/v1/realtime/client_secrets`."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ logger = init_logger(__name__)
 
 PATH = "/v1/realtime"
 PROTOCOL = "realtime"
-"""WebSocket subprotocol of browsers, which cannot send headers; a second one has their key."""
+"""WebSocket subprotocol of browsers. As they cannot send headers, a second one (`KEY_PROTOCOL`) has their key."""
 
 KEY_PROTOCOL = "openai-insecure-api-key."
 SECRET_S = 600
 SHORTEST_SECRET_S, LONGEST_SECRET_S = 10, 7200
 CONFIG = "vllm_omni_ext.realtime.config"
-"""Key of a connection's scope: settings of its client secret."""
+"""Key of an ASGI scope under which `RealtimeKeys` stores the session fields of a client secret."""
 
 router = APIRouter()
 
 
 @router.websocket(PATH)
 async def realtime(websocket: WebSocket) -> None:
-    """Serve a session."""
+    """Serve a session of the Realtime API."""
     serving: OmniServingRealtime = websocket.app.state.omni_serving_realtime
     await serving.serve(websocket)
 
@@ -81,7 +81,12 @@ async def create_client_secret(request: SecretRequest, raw_request: Request) -> 
 
 
 class OmniServingRealtime:
-    """The sessions of one API server."""
+    """Opens and ends the Realtime sessions of one API server.
+
+    Args:
+        models: vLLM's `OpenAIServingModels`.
+        keys: the API keys; empty: every client is admitted.
+    """
 
     def __init__(self, app: FastAPI, model: ServedModel, models: Any, keys: Sequence[str]) -> None:
         self.omni = model.omni
@@ -92,7 +97,7 @@ class OmniServingRealtime:
         self._models = models
         self.detectors = available()
         self.speech: Callable[[], SpeechFrames] = SpeechFrames
-        """Makes the models of a session's turn detection."""
+        """Creates the object that computes the turn detection of one session."""
         self._metrics = model.omni.observer.metrics
         self._connections: set[Connection] = set()
         self._empty = asyncio.Event()
@@ -100,13 +105,13 @@ class OmniServingRealtime:
         model.omni.when_stopping(self.drain, self._empty.wait)
 
     def offer(self, name: str | None = None) -> Offer:
-        """Return the served model for sessions.
+        """Return the properties of the served model for a new session.
 
         Args:
-            name: one of its served names, or of a LoRA adapter; None: its first name.
+            name: a served name of the model, or the name of a LoRA adapter; None: the first served name.
 
         Raises:
-            ClientError: there is no such name.
+            ClientError: neither the model nor an adapter has this name.
         """
         names = [each.name for each in self._models.base_model_paths]
         if name is not None and name not in names and name not in self._models.lora_requests:
@@ -124,7 +129,10 @@ class OmniServingRealtime:
         )
 
     def _block_ms(self) -> float | None:
-        """Return the blocks in which sound is computed ahead; None if it is off, or its results would not be kept."""
+        """Return the length in ms of the blocks in which sound is computed before a turn ends.
+
+        None if `streaming_input` or the prefix cache is off, or the model does not support it.
+        """
         kept = self.omni.plan.config.streaming_input and self.omni.vllm_config.cache_config.enable_prefix_caching
         return self._model.capabilities.sound_block_ms if kept else None
 
@@ -133,10 +141,13 @@ class OmniServingRealtime:
         check(self._model.runtime, found.options, found.paths)
 
     def make_secret(self, request: SecretRequest) -> dict[str, Any]:
-        """Return a client secret.
+        """Return the answer to a request for a client secret.
+
+        Returns:
+            {"value": the secret, "expires_at": Unix time, "session": settings of a session with this secret}
 
         Raises:
-            ClientError: the settings of its session cannot be met.
+            ClientError: the requested settings are invalid or not supported.
         """
         fields = read(SessionFields, request.session, "session")
         offer = self.offer(fields.model)
@@ -189,21 +200,21 @@ class OmniServingRealtime:
         )
 
     def _config(self, scope: Scope) -> SessionFields | None:
-        """Return the settings of the client's secret, if it has one."""
+        """Return the session fields of the client's secret; None if the client has no secret."""
         found = scope.get(CONFIG)
         return None if found is None else read(SessionFields, found, "session")
 
     def drain(self) -> None:
-        """The server shuts down: end the sessions, each after its running responses."""
+        """End all sessions, each after its running responses; called when the server begins to shut down."""
         for connection in tuple(self._connections):
             connection.drain()
 
 
 def _wants_metrics(websocket: WebSocket) -> bool:
-    """Return the value of the query parameter `METRICS`.
+    """Return whether the query parameter `return_stage_metrics` is "true"; without the parameter False.
 
     Raises:
-        ClientError: it is neither "true" nor "false".
+        ClientError: the value is neither "true" nor "false".
     """
     value = websocket.query_params.get(METRICS, "false")
     if value not in ("true", "false"):
@@ -219,7 +230,7 @@ _STATUS = {
 
 
 async def _deny(websocket: WebSocket, error: Exception) -> None:
-    """Answer the handshake with an error of HTTP."""
+    """Refuse a WebSocket handshake with an HTTP error response."""
     status, param = HTTPStatus.UNAUTHORIZED, None
     if isinstance(error, ClientError):
         status, param = _STATUS.get(error.code, HTTPStatus.BAD_REQUEST), error.param
@@ -228,13 +239,14 @@ async def _deny(websocket: WebSocket, error: Exception) -> None:
 
 
 class RealtimeKeys:
-    """ASGI middleware in front of the check of API keys, for handshakes of `PATH`.
+    """ASGI middleware in front of vLLM's check of API keys, for WebSocket handshakes of `PATH`.
 
-    A key in a subprotocol becomes the header that the check reads. A valid client secret becomes the API key, and its
-    settings are passed on; others are left as they are, which the check refuses.
+    It sets the header `Authorization`, which vLLM checks. A key in a subprotocol is copied to the header. A valid
+    client secret is replaced by the API key, and its session fields are stored in the scope under `CONFIG`. An invalid
+    secret is answered with status 401. Other keys are passed on to vLLM's check.
 
     Args:
-        keys: the API keys; none: every client is admitted, except with a wrong secret.
+        keys: the API keys; empty: every client is admitted that does not send an invalid secret.
     """
 
     def __init__(self, app: ASGIApp, *, secrets: ClientSecrets, keys: Sequence[str]) -> None:
@@ -251,7 +263,7 @@ class RealtimeKeys:
         await self._app(scope, receive, send)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> Scope | None:
-        """Return the scope for the check; None: the handshake has been answered."""
+        """Return the scope for vLLM's check; None: the secret was invalid, and the handshake has been refused."""
         given = _given_key(scope)
         if given is None:
             return scope
@@ -267,7 +279,7 @@ class RealtimeKeys:
 
 
 def _given_key(scope: Scope) -> str | None:
-    """Return the key of a handshake: that of its header, else that of its subprotocol."""
+    """Return the key of a handshake from its header `Authorization`, else from its subprotocol; None without a key."""
     kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return key
@@ -281,7 +293,11 @@ def _protocols(scope: Scope) -> list[str]:
 
 
 def install(app: FastAPI, model: ServedModel, *, models: Any, **_: Any) -> None:
-    """Add the routes, in the place of vLLM's WebSocket, and the middleware."""
+    """Replace vLLM's route for `PATH` by the routes of this module, and add `RealtimeKeys`.
+
+    Args:
+        models: vLLM's `OpenAIServingModels`.
+    """
     keys = _api_keys(app)
     serving = app.state.omni_serving_realtime = OmniServingRealtime(app, model, models, keys)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) != PATH]
@@ -290,7 +306,7 @@ def install(app: FastAPI, model: ServedModel, *, models: Any, **_: Any) -> None:
 
 
 def _api_keys(app: FastAPI) -> list[str]:
-    """Return the keys that vLLM's middleware checks."""
+    """Return the API keys that vLLM's middleware checks; empty without such a middleware."""
     for each in app.user_middleware:
         if each.cls is AuthenticationMiddleware:  # type: ignore[comparison-overlap]
             tokens: Any = each.kwargs["tokens"]

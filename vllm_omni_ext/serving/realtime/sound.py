@@ -18,7 +18,8 @@ SILENCE = {"audio/pcm": b"\0", "audio/pcmu": b"\xff", "audio/pcma": b"\xd5"}
 """The byte that encodes silence in each format."""
 
 _SECRET = secrets.token_bytes(32)
-"""Key of the names of sounds: a client that chooses names of media (`uuid`) cannot choose that of another's sound."""
+"""Key of the hash that is a sound's name in media caches. Clients, which can choose names of media (`uuid`), cannot
+compute the name of another client's sound."""
 
 SHORTEST_MS = 100
 """Least length of a committed buffer, in milliseconds: audio encoders have no output for shorter sound."""

@@ -96,7 +96,7 @@ class SpeechStopped:
 
 @dataclass(frozen=True)
 class IdleTimeout:
-    """The time `idle_timeout_ms` has passed without speech since an answer was played."""
+    """There was no speech for `idle_timeout_ms` after an answer was played; the two times are those of this silence."""
 
     audio_start_ms: float
     audio_end_ms: float
@@ -105,7 +105,7 @@ class IdleTimeout:
 Event = SpeechStarted | SpeechStopped | IdleTimeout
 
 Completeness = Callable[[float, float], float]
-"""Returns the probability, 0 to 1, that the sound between two times in ms is a complete turn. Called by `write`."""
+"""Returns the probability, 0 to 1, that the sound between two times in ms is a complete turn; for `TurnDetector`."""
 
 
 class TurnDetector:
