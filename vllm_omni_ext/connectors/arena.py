@@ -21,7 +21,7 @@ def room(size: int) -> int:
 
 
 class Arena:
-    """Allocates ranges of `capacity` bytes (rounded down to whole cache lines)."""
+    """Allocates byte ranges within `capacity` bytes (rounded down to whole cache lines)."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT

@@ -1,10 +1,11 @@
 """Interface of connectors, which transfer tensors from one stage's process to another's, outside the request messages.
 
-The producer of an edge stores the tensors of a request, its chunks, and consumers read them:
+An edge is a connection from one stage to another. Its producer, in the sending process, stores the tensors of a request
+(the request's chunks), and consumers in receiving processes read them:
 
 - A request's chunks are put in order, and are immutable. A chunk can be read as soon as `put` has returned. The
   producer's process announces it in a message after that, and a consumer reads announced chunks only.
-- A producer has an address, a text that is sent with the request. It identifies the replica that has the chunks.
+- A producer has an address, a text that is sent with the request and identifies the replica that has the chunks.
   One producer serves many consumers, and one consumer reads from many producers.
 - The producer keeps the chunks until `forget` is called for the request. Any consumer may read them any number of
   times: after a failover, the new replica reads all chunks, also those that were read before.
@@ -59,22 +60,24 @@ class DeadlinePassed(ConnectorError):
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig:
-    """How an edge transfers its tensors.
+    """Settings of an edge's connector.
 
     Attributes:
-        name: a name of `registry`, or `package.module:Class` of another connector.
+        name: a key of `registry.CONNECTORS`, or `package.module:Class` of another connector.
         capacity_bytes: most bytes that a producer holds, for all requests together.
         kept_bytes: most bytes of hidden states that a sending replica keeps for later prompts with the same prefix.
         window_bytes: size of a consumer's receive buffer (`mooncake`).
-        timeout_s: how long a stage waits for the hidden states that it needs in a step.
-        retention_s: how long a request is kept after its last use.
-        host: address on which a producer listens (`tcp`, `mooncake`). Addresses other than loopback should have keys.
+        timeout_s: seconds that a stage waits for announced hidden states.
+        retention_s: seconds that a producer keeps the chunks of a request after the last `put` or `get`.
+        host: address on which a producer listens (`tcp`, `mooncake`). Use `listening` and `connecting` keys with any
+            address but loopback.
         port: port on which a producer listens; 0: any of `ports`.
         protocol: transport of `mooncake`: "tcp" or "rdma".
         device: network device of `mooncake`; empty: any.
-        listening: ZeroMQ options of listening TCP sockets, by libzmq option number: CURVE keys.
-        connecting: the same for connecting TCP sockets. Users do not configure these options: each process sets both.
-        ports: first and last port on which this process may listen; None: any. Each process sets it.
+        listening: CURVE keys of listening TCP sockets, as ZeroMQ options by libzmq option number. Each process sets
+            `listening`, `connecting` and `ports` itself; users do not configure them.
+        connecting: CURVE keys of connecting TCP sockets, as ZeroMQ options by libzmq option number.
+        ports: first and last port on which this process may listen; None: any.
     """
 
     name: str
@@ -122,7 +125,7 @@ class Producer(ABC):
     """Stores the chunks that an edge sends, in one process. Used by one thread.
 
     Attributes:
-        keeps_tensors: `put` may keep the tensor's memory; False: it copies the tensor.
+        keeps_tensors: True: `put` may keep a reference to the tensor's memory; False: `put` copies the tensor.
     """
 
     keeps_tensors = True
@@ -152,7 +155,7 @@ class Producer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free all data; consumers get `ProducerLost`. May be called twice."""
+        """Free all chunks, and end the connections: `get` of consumers raises `ProducerLost`. May be called twice."""
 
     def __enter__(self) -> Producer:
         return self
@@ -175,7 +178,10 @@ class Consumer(ABC):
 
     @abstractmethod
     def forget(self, source: str, request: str) -> None:
-        """Free a request at its producer, unless another consumer has read it later. Unknown requests are ignored."""
+        """Free the chunks of a request at the producer with the address `source`. Unknown requests are ignored.
+
+        If another consumer has read the request later than this one, the chunks stay.
+        """
 
     @abstractmethod
     def close(self) -> None:

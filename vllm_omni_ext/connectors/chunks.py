@@ -1,4 +1,4 @@
-"""Splits the results that a stage sends to the next into chunks. An undivided result is one chunk with `last=True`."""
+"""Splits the items that a stage generates for the next stage into chunks, by a schedule of chunk sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChunkSchedule:
 
     @classmethod
     def of(cls, sizes: Sequence[int] | str, rate: float = 0.0) -> ChunkSchedule:
-        """Return the schedule of a configured value: sizes, or any string for one chunk with all items."""
+        """Return the schedule for a configured value: a sequence of sizes, or a string for one chunk with all items."""
         return cls((ALL,) if isinstance(sizes, str) else tuple(sizes), rate)
 
     def size(self, index: int) -> int:
@@ -63,7 +63,7 @@ class ChunkSchedule:
 
 
 class ChunkCounter:
-    """Counts the items of a stream and returns the complete chunks of a `ChunkSchedule`; it stores no items.
+    """Counts the items of a stream, and reports when a chunk of a `ChunkSchedule` is complete; it stores no items.
 
     Args:
         divide: a chunk has at most the items of its size; further items are pending until `add` is called again. False:
@@ -79,7 +79,7 @@ class ChunkCounter:
         self._closed = False
 
     def add(self, items: int, *, last: bool = False, elapsed: float | None = None, least: int = 1) -> int | None:
-        """Add items; return the number of items in the next chunk, or None if it is not due.
+        """Count new items; return the number of items in the next chunk if it is complete, else None.
 
         Args:
             items: number of new items.
@@ -117,7 +117,7 @@ class ChunkWriter(Generic[T]):
     def write(
         self, items: Sequence[T], *, last: bool = False, elapsed: float | None = None, least: int = 1
     ) -> Chunk[T] | None:
-        """Add items; return the next chunk, with all pending items, or None if it is not due.
+        """Add items; return the next chunk, with all items since the previous one, or None if it is not complete.
 
         Arguments and errors are those of `ChunkCounter.add`.
         """

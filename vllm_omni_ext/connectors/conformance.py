@@ -72,7 +72,11 @@ def empty(producer: Producer) -> bool:
 
 
 def produce(config: ConnectorConfig, pipe: Any) -> None:
-    """Body of a process with a producer: sends its address, then puts chunks on command."""
+    """Body of a process with a producer: sends the producer's address, then executes commands from the pipe.
+
+    For a command (request, count, rows), put `count` chunks of shape [rows, 64] and send the held bytes. None ends the
+    process.
+    """
     with connector(config).producer(EDGE) as producer:
         pipe.send(producer.address)
         while (command := pipe.recv()) is not None:
@@ -83,7 +87,10 @@ def produce(config: ConnectorConfig, pipe: Any) -> None:
 
 
 def consume(config: ConnectorConfig, pipe: Any) -> None:
-    """Body of a process with a consumer: reads requests on command and sends the sums of their chunks."""
+    """Body of a process with a consumer, which executes commands from the pipe.
+
+    For a command (request, source, count), read `count` chunks and send the list of their sums. None ends the process.
+    """
     with connector(config).consumer(EDGE) as consumer:
         while (command := pipe.recv()) is not None:
             request, source, count = command
@@ -127,7 +134,11 @@ class Child:
 
 
 class Conformance:
-    """The test suite. Subclasses set `config` to the connector under test."""
+    """The test suite. Subclasses set `config` to the connector under test.
+
+    Attributes:
+        large_bytes: size of the chunk in `test_a_large_chunk`.
+    """
 
     config: ClassVar[ConnectorConfig]
     large_bytes: ClassVar[int] = 200 * MIB
@@ -266,7 +277,7 @@ class Conformance:
         assert torch.equal(consumer.get(producer.address, "a", 0, PATIENCE_S), sent)
 
     def test_a_producer_that_copies_does_not_need_the_tensor_any_more(self, ends: tuple[Producer, Consumer]) -> None:
-        """With `keeps_tensors`, a caller whose memory is used again gives the producer a copy."""
+        """A caller that overwrites a tensor after `put` must put a copy only if `keeps_tensors` is True."""
         producer, consumer = ends
         borrowed = torch.arange(100)
         producer.put("a", 0, borrowed.clone() if producer.keeps_tensors else borrowed)

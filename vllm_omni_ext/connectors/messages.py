@@ -26,7 +26,7 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class Read(_Message, frozen=True, tag="read"):
-    """Consumer to producer: send a chunk. The reply has the same `number`."""
+    """Consumer to producer: send chunk `index` of a request. The reply has the same `number`."""
 
     token: Name
     number: Count
@@ -35,7 +35,7 @@ class Read(_Message, frozen=True, tag="read"):
 
 
 class Forget(_Message, frozen=True, tag="forget"):
-    """Consumer to producer: free the request, unless another consumer has read it later."""
+    """Consumer to producer: free the request's chunks, unless another consumer has read the request later."""
 
     token: Name
     request: Request
@@ -45,6 +45,7 @@ class Chunk(_Message, frozen=True, tag="chunk"):
     """Producer to consumer: a tensor, whose bytes are in the frames that follow, or in the producer's memory.
 
     Attributes:
+        number: number of the `Read` message that this message answers.
         place: position of the first byte in the producer's memory.
         memory: name of the producer's memory, if a consumer cannot derive it from the producer's address.
     """
@@ -64,7 +65,7 @@ class Missing(_Message, frozen=True, tag="missing"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """Producer to consumer: the consumer may not read from this producer."""
+    """Producer to consumer: the consumer's token is not that of the producer's address, so nothing is read."""
 
     number: Count
     reason: Text

@@ -1,7 +1,7 @@
 """Connector between hosts with Mooncake's transfer engine: over TCP, or RDMA with `protocol: rdma`.
 
-A producer keeps its chunks in registered memory. Consumers receive the addresses in messages (as in `tcp`, but without
-the tensors' bytes). They read chunks one-sidedly into registered memory of their own, from which they copy them once.
+A producer keeps its chunks in registered memory. A consumer requests the memory address of a chunk by a ZeroMQ message,
+reads the chunk one-sidedly into a registered receive buffer, and copies it once, from there into a tensor.
 
 The engine listens on all interfaces, despite its host setting, without authentication: use a private network or a
 network namespace. There is one engine per process and network device; it ends with the process. A running read cannot
@@ -34,7 +34,7 @@ HANDSHAKE = "P2PHANDSHAKE"
 
 @dataclass(frozen=True)
 class Mooncake(Connector):
-    """Connects processes through the transfer engine."""
+    """The connector `mooncake`: connects processes through Mooncake's transfer engine."""
 
     def __post_init__(self) -> None:
         _library()
@@ -59,7 +59,7 @@ def _library() -> Any:
 
 @cache
 def _engine(host: str, protocol: str, device: str) -> tuple[Any, str]:
-    """Return this process's engine and the session name under which other processes reach it."""
+    """Return (this process's transfer engine, session name under which other processes reach the engine)."""
     engine = _library().TransferEngine()
     if engine.initialize(host, HANDSHAKE, protocol, device) != 0:
         raise ConnectorError(f"mooncake's engine does not start on {host} with {protocol} {device}")
@@ -67,7 +67,7 @@ def _engine(host: str, protocol: str, device: str) -> tuple[Any, str]:
 
 
 class Registered:
-    """Zeroed memory that is registered with the engine until `close`."""
+    """Zeroed memory that is registered with the transfer engine until `close`."""
 
     def __init__(self, config: ConnectorConfig, size: int) -> None:
         self.engine, self.session = _engine(config.host, config.protocol, config.device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class Playback:
-    """Computes when the parts of a stream are due at a listener, from the items that were sent and their times.
+    """Computes when the parts of a stream (`plugins.flow.Submit`) are due, so that a listener's playback has no pause.
 
-    The listener begins to play at the first piece, plays in real time, and waits when its buffer is empty.
+    The listener begins to play at the first piece of sound, plays in real time, and waits when its buffer is empty.
 
     Args:
         rate: items that are played per second.
@@ -29,12 +29,19 @@ class Playback:
         return self._due
 
     def again(self) -> float:
-        """Return the due time of the part with which another replica restarts the stream: when the buffer is empty."""
+        """Return the due time of the part with which another replica restarts the stream.
+
+        That is the time at which the listener's buffer will be empty; 0.0 if `due` was never called.
+        """
         self._due = self._dry_at or 0.0
         return self._due
 
     def delivered(self, seconds: float, items: int, at: float) -> None:
-        """Record that the listener received `seconds` of sound at time `at`, and has received `items` items in all."""
+        """Record that the listener received `seconds` of sound at time `at`.
+
+        Args:
+            items: number of items that the listener has received in all.
+        """
         self._dry_at = max(at, self._dry_at or at) + seconds
         self._delivered = items
 
@@ -45,7 +52,7 @@ class Player:
     Times are in seconds of one clock that does not go back.
 
     Attributes:
-        first_at: time of the first piece; None before it.
+        first_at: time of the first piece; None before the first piece.
         sound: seconds of sound received.
         silences: duration in seconds of each pause between pieces, in which no received sound was left to play.
     """

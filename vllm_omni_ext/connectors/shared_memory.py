@@ -1,9 +1,9 @@
 """Connector between processes of one host: each producer has one block of shared memory, which consumers map.
 
 The memory is a memfd without a name, so nothing is left behind when its processes are killed, in any order. A consumer
-of the same user receives the file descriptor over a unix socket in the abstract namespace, which has no file either;
-it cannot write into the memory. Each side copies once: `put` into the memory, `get` out of it. The messages of a chunk
-have a few hundred bytes, and only they need system calls.
+of the same user receives the file descriptor over a unix socket in the abstract namespace, i.e. without a file. The
+consumer cannot write into the memory. A chunk is copied twice: by `put` into the memory, and by `get` out of the
+memory. Only the ZeroMQ messages of a chunk, a few hundred bytes, need system calls.
 
 Both processes must be in one network namespace, to which abstract socket names belong.
 """
@@ -28,7 +28,7 @@ from vllm_omni_ext.connectors.zmq_transport import ArenaProducer, Link, LinkedCo
 from vllm_omni_ext.encoding import Malformed
 
 F_SEAL_FUTURE_WRITE = 0x0010
-"""Value from linux/fcntl.h, which Python does not define: later mappings are read-only."""
+"""Seal from linux/fcntl.h that Python does not define: mappings that are made after it are read-only."""
 
 HANDING_OVER_S = 1.0
 """Seconds that a consumer waits for the file descriptor; the producer's thread sends it at once."""
@@ -38,7 +38,7 @@ _CREDENTIALS = struct.Struct("3i")  # ucred: pid, uid, gid
 
 @dataclass(frozen=True)
 class SharedMemory(Connector):
-    """Connects processes of one host."""
+    """The connector `shared_memory`: connects processes of one host."""
 
     def producer(self, edge: str) -> SharedProducer:
         return SharedProducer(edge, self.config)
@@ -48,7 +48,11 @@ class SharedMemory(Connector):
 
 
 def memory_socket(endpoint: str) -> str:
-    """Return the address of the unix socket that sends the file descriptor of a producer's memory."""
+    """Return the address of the unix socket over which a producer sends the file descriptor of its memory.
+
+    Args:
+        endpoint: ZeroMQ address of the producer.
+    """
     return f"\0{endpoint.removeprefix('ipc://@')}-memory"
 
 
@@ -112,7 +116,11 @@ class SharedConsumer(LinkedConsumer):
 
 
 def _map(endpoint: str) -> memoryview:
-    """Map the memory of the producer with this address, read-only. OSError if the descriptor is not sent."""
+    """Map the memory of the producer at a ZeroMQ address, read-only.
+
+    Raises:
+        OSError: the producer does not send the file descriptor.
+    """
     with socket.socket(socket.AF_UNIX) as counter:
         counter.settimeout(HANDING_OVER_S)
         counter.connect(memory_socket(endpoint))

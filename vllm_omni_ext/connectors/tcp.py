@@ -29,7 +29,7 @@ from vllm_omni_ext.encoding import Malformed
 
 @dataclass(frozen=True)
 class Tcp(Connector):
-    """Connects processes on any hosts."""
+    """The connector `tcp`: connects processes on any hosts."""
 
     def producer(self, edge: str) -> TcpProducer:
         return TcpProducer(edge, self.config, bind=listening(self.config))
@@ -45,7 +45,7 @@ def listening(config: ConnectorConfig) -> str:
 
 
 class TcpProducer(LinkedProducer):
-    """Sends chunks directly from the tensors' memory."""
+    """Keeps the tensors that are put, and sends chunks directly from their memory."""
 
     def _keep(self, data: Any) -> Any:
         return data

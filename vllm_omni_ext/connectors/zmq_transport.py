@@ -1,8 +1,8 @@
-"""Base classes of producers and consumers in different processes, connected by ZeroMQ.
+"""Base classes of producers and consumers (see `connectors.base`) in different processes, connected by ZeroMQ.
 
-A producer binds a ROUTER, whose thread answers the requests of consumers; it sleeps until a message arrives. A consumer
-has no thread: it connects a DEALER to each producer, sends a request and waits for the reply. Over TCP, sockets may
-have CURVE keys (`ConnectorConfig.listening`, `connecting`).
+A producer binds a ROUTER socket. A thread of the producer answers the messages of consumers, and sleeps until a message
+arrives. A consumer has no thread: it connects a DEALER socket to each producer, sends a message and waits for the
+reply. Over TCP, sockets may have CURVE keys (`ConnectorConfig.listening`, `connecting`).
 
 A consumer that reads the producer's memory requests a chunk, copies it, and requests it a second time. The second reply
 shows that the producer still had the chunk when the copy was complete. This is necessary because the producer reuses
@@ -55,7 +55,7 @@ SLICE_BYTES = 4 * 1024 * 1024
 """Tensors are sent in frames of at most this size, which limits the memory that a malformed frame can take."""
 
 ENVELOPE_BYTES = 64
-"""Bytes that encryption adds to a frame (CURVE: 33); libzmq's limits include them."""
+"""Upper limit of the bytes that encryption adds to a frame (CURVE: 33); libzmq's size limits include these bytes."""
 
 PING_MS = 1_000
 PEER_GONE_MS = 10_000
@@ -63,7 +63,8 @@ PEER_GONE_MS = 10_000
 connections of a process that ends at once."""
 
 RECONNECT_MS = 3_600_000
-"""Long enough that libzmq does not reconnect: a consumer closes a lost connection, and connects at the next call."""
+"""Pause before libzmq reconnects, so long that it never does. Instead, a consumer closes a lost connection and makes a
+new one at its next call."""
 
 HANDSHAKE_MS = 2_000
 """A peer that accepts a connection without a ZMTP handshake is disconnected after this time."""
@@ -75,7 +76,7 @@ LOST = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what listens at the producer's address is no producer",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the producer does not accept this connection",
 }
-"""Events after which a consumer closes a connection."""
+"""ZeroMQ monitor event -> reason for the error message. After one of these events a consumer closes a connection."""
 
 _ADDRESS = re.compile(r"((?:tcp|ipc)://[^#\s]+)#([0-9a-f]{32})")
 
@@ -84,7 +85,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A stored chunk; the type of `kept` depends on the connector."""
+    """A stored chunk; `kept` is the result of `LinkedProducer._keep`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -94,7 +95,12 @@ class _Held:
 
 @dataclass(slots=True)
 class _Request:
-    """The stored chunks of one request; `reader` is the connection of the consumer that read last."""
+    """The stored chunks of one request.
+
+    Attributes:
+        used_at: monotonic time of the last `put` or `get`.
+        reader: ZeroMQ identity of the consumer that has read last; None before the first read.
+    """
 
     chunks: list[_Held] = field(default_factory=list)
     used_at: float = 0.0
@@ -192,7 +198,7 @@ class LinkedProducer(Producer):
             self._drop(next(iter(self._requests)))
 
     def _drop(self, name: str) -> None:
-        """Free a request. Called with the lock held."""
+        """Free the chunks of a request. Called with the lock held."""
         request = self._requests.pop(name, None)
         for held in request.chunks if request is not None else ():
             self._held_bytes -= room(held.nbytes)
@@ -259,25 +265,28 @@ class LinkedProducer(Producer):
 
     @abstractmethod
     def _keep(self, data: Any) -> Any:
-        """Store bytes (uint8 array); return their place, None if no memory is free. Called with the lock held."""
+        """Store the bytes of a chunk (uint8 array); None if no memory is free. Called with the lock held.
+
+        The result is kept with the chunk, and passed to `_sent` and `_free`. Its type depends on the connector.
+        """
 
     def _free(self, kept: Any) -> None:
-        """Free stored bytes. Called with the lock held."""
+        """Free the bytes of a chunk, given the result of `_keep`. Called with the lock held."""
 
     @abstractmethod
     def _sent(self, kept: Any) -> tuple[int, str, list[Any]]:
         """Return the fields of the reply to a consumer: `Chunk.place`, `Chunk.memory`, and ZMQ frames with the bytes.
 
         Args:
-            kept: the place that `_store` returned.
+            kept: the result of `_keep` for the chunk.
         """
 
     def _connected(self) -> None:
-        """Accept a connection to the socket `also`."""
+        """Accept a connection to the socket `also`; called in the producer's thread if there is such a socket."""
 
 
 class ArenaProducer(LinkedProducer):
-    """A producer whose chunks are in one block of memory, from which consumers read.
+    """A producer whose chunks are in one block of memory that consumers read directly.
 
     Attributes:
         memory: the block of memory, a uint8 array.
@@ -329,7 +338,12 @@ class Link:
         return LOST[recv_monitor_message(self._monitor)["event"]] if self._monitor.poll(0) else None
 
     def receive(self, deadline: float) -> list[zmq.Frame]:
-        """Return the next message; raise `DeadlinePassed`, or `ProducerLost` if the connection is lost."""
+        """Return the frames of the producer's next message.
+
+        Raises:
+            DeadlinePassed: no message has arrived by the monotonic time `deadline`.
+            ProducerLost: the connection is lost.
+        """
         if not self._poller.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
             raise DeadlinePassed("did not come in time")
         if self.dealer.poll(0):  # also messages that arrived before the connection was lost
@@ -377,7 +391,7 @@ class LinkedConsumer(Consumer):
         self._context.destroy(linger=0)
 
     def _link(self, source: str) -> Link:
-        """Close all lost connections, then return the connection to a producer."""
+        """Close all lost connections, then return the connection to the producer at the address `source`."""
         if self._context.closed:
             raise ConnectorError("the consumer is closed")
         for lost in [link.address for link in self._links.values() if link.lost()]:
@@ -392,7 +406,7 @@ class LinkedConsumer(Consumer):
             link.close()
 
     def _ask(self, link: Link, request: str, index: int, deadline: float) -> tuple[wire.Chunk, list[zmq.Frame]]:
-        """Request a chunk and return the reply: its header and the frames with its bytes."""
+        """Request a chunk; return (header of the chunk, frames with its bytes)."""
         number = next(self._numbers)
         link.dealer.send(wire.encode(wire.Read(token=link.token, number=number, request=request, index=index)))
         while True:
@@ -409,7 +423,7 @@ class LinkedConsumer(Consumer):
 
     @abstractmethod
     def _fetch(self, link: Link, request: str, index: int, deadline: float) -> torch.Tensor:
-        """Read a chunk; the caller adds the chunk's name to errors."""
+        """Read a chunk from the producer of `link`; `get` calls this method and adds the chunk's name to errors."""
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
@@ -418,7 +432,11 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def empty(chunk: wire.Chunk, most: int) -> torch.Tensor:
-    """Return an uninitialized tensor for a chunk; Malformed if its header is inconsistent, or has over `most` bytes."""
+    """Return an uninitialized tensor of a chunk's dtype and shape.
+
+    Raises:
+        Malformed: the header contradicts itself, or the chunk has more than `most` bytes.
+    """
     dtype = getattr(torch, chunk.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise Malformed(f"'{chunk.dtype}' is no dtype")
@@ -442,12 +460,12 @@ def parse(address: str) -> tuple[str, str]:
 
 
 def _as_sent(size: int, keys: Mapping[int, Any]) -> int:
-    """Return the size in bytes of a sent frame with `size` bytes of content: encryption adds `ENVELOPE_BYTES`."""
+    """Return the size limit of a frame with `size` bytes of content; with CURVE keys, `ENVELOPE_BYTES` more."""
     return size + ENVELOPE_BYTES if keys else size
 
 
 def _prepare(sock: zmq.Socket[Any], endpoint: str, options: Mapping[int, Any]) -> None:
-    """Set the timeouts of a socket that is not yet bound or connected; `options` are applied to TCP only."""
+    """Set the timeouts of a socket before it is bound or connected to `endpoint`; over TCP, set `options` too."""
     sock.linger = 0
     sock.handshake_ivl = HANDSHAKE_MS
     # Within a host, heartbeats are unnecessary and would disconnect a process that is only stopped.

@@ -1,8 +1,8 @@
-"""Keeps KV blocks of a decode replica allocated while a transfer may still write into them.
+"""Keeps KV blocks of a decode replica allocated while a transfer from a prefill replica may still write into them.
 
-A cancelled transfer may still write: data on its way arrives as soon as the sender, or this process, runs again. Other
-requests must not use its blocks by then. Target blocks therefore carry an extra reference, from allocation until every
-worker reports that no write can follow.
+A cancelled transfer may still write: data on its way arrives as soon as the sender, or this process, runs again. Until
+then, no other request may use the transfer's target blocks. Target blocks therefore carry an extra reference, from
+allocation until every worker reports that no write can follow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_omni_ext.disaggregation.pending_transfers import Transfer
 
 @dataclass
 class Settled(KVConnectorWorkerMetadata):
-    """Reports to the scheduler: for each transfer, the number of workers into whose blocks no write can follow."""
+    """Report to the scheduler: for each transfer, the number of workers into whose blocks no further write can come."""
 
     counts: Counter[Transfer]
 
@@ -53,7 +53,7 @@ class BlockHold:
         self._held.setdefault(transfer, []).extend(blocks)
 
     def settle(self, counts: Mapping[Transfer, int]) -> None:
-        """Count the workers' reports; free the blocks of transfers that all workers have reported."""
+        """Count the workers' reports (`Settled.counts`); free the blocks of transfers that all workers reported."""
         self._reports.update(counts)
         for transfer in counts:
             if self._reports[transfer] >= self._workers:

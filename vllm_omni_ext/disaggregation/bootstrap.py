@@ -1,7 +1,7 @@
 """Runs vLLM's Mooncake bootstrap server in the first worker of a prefill replica.
 
 Decode replicas query the server for the addresses of the prefill replica's workers. The server starts and ends with
-these workers, so a restarted replica has no stale registrations. It is bound to one address, not to all.
+these workers, so a restarted replica has no stale registrations. Unlike vLLM's, the server listens on one address only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ def _started(server: MooncakeBootstrapServer) -> MooncakeBootstrapServer:
 
 
 class Bootstrap:
-    """Provides this replica's transfer endpoint (`place`); the first worker also runs the server until `close`."""
+    """Provides a prefill worker with its replica's `TransferEndpoint`; the first worker runs the server until `close`.
+
+    Args:
+        host: address on which the server listens.
+        ports: first and last port on which the server may listen; None: any.
+
+    Attributes:
+        place: the replica's endpoint, equal in all workers.
+    """
 
     def __init__(self, host: str, ports: tuple[int, int] | None = None) -> None:
         workers = get_world_group()

@@ -26,23 +26,29 @@ from vllm_omni_ext.disaggregation.pending_transfers import PendingTransfers, Tra
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""Seconds that sent data may be on its way after the sender has failed or ended, and pause between two looks at it."""
+"""Seconds that sent data may be on its way after the sender has failed or ended. Also the pause between two checks for
+unread data."""
 
 MOST_SETTLE_S = 60.0
-"""Seconds after which a failed transfer is settled in any case, so that no connection keeps its blocks for ever."""
+"""Seconds after which a failed transfer counts as settled even if data is unread, so that its blocks are freed."""
 
 Metas = dict[str, PullReqMeta]
 """vLLM's metadata of the pulls from one prefill replica, by request id in that replica."""
 
 
 class ReceiveMixin(MooncakeConnectorWorker):
-    """Fails a transfer after `transfer_timeout_s` or when its sender ends, and reports when it is settled.
+    """Extends vLLM's Mooncake worker: limits the time of a transfer, and reports transfers that are settled.
 
-    A failed transfer is not settled as long as data may still be written.
+    A transfer fails after `transfer_timeout_s`, or when its sender ends. The request then no longer waits for it, but a
+    failed transfer is not settled as long as data may still be written into its blocks.
     """
 
     def start_receiving(self, timeout_s: float) -> None:
-        """Initialize this mixin; must be called once, before the first transfer."""
+        """Initialize this mixin; must be called once, before the first transfer.
+
+        Args:
+            timeout_s: seconds after which a transfer fails (`TransferSettings.transfer_timeout_s`).
+        """
         self._timeout_s = timeout_s
         self._pulls = PendingTransfers()
         self._settled: SimpleQueue[Transfer] = SimpleQueue()
@@ -51,7 +57,10 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._is_hma_required = True
 
     def settled(self) -> Settled | None:
-        """Return the transfers into this worker's blocks that were settled since the last call; None if none were."""
+        """Return the transfers that were settled since the last call (no write into this worker's blocks can follow).
+
+        The result is None if no transfer was settled.
+        """
         counts = Counter(self._settled.get() for _ in range(self._settled.qsize()))
         return Settled(counts) if counts else None
 
@@ -70,7 +79,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         await super()._start_load_kv(reqs_to_recv)
 
     async def handle_new_engine_id(self, remote_engine_id: str, pull_metas: Metas) -> None:
-        """Query the bootstrap server, then pull from the workers that it names."""
+        """Query the bootstrap server of a prefill replica, then pull the blocks from that replica's workers."""
         transfers = _transfers(pull_metas)
         await super().handle_new_engine_id(remote_engine_id, pull_metas)
         self._report(self._pulls.settle(transfers))
@@ -90,7 +99,10 @@ class ReceiveMixin(MooncakeConnectorWorker):
         self._report(self._pulls.settle(transfers))
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: Metas) -> None:
-        """Pull from one prefill worker. Wait without a limit until it has answered for all requests or has ended."""
+        """Pull the requests' blocks from one prefill worker.
+
+        Returns when the worker has answered for all requests or its process has ended; there is no other time limit.
+        """
         transfers = _transfers(pull_metas)
         if self._liveness is None:
             self._liveness = PeerLiveness()
@@ -138,7 +150,10 @@ class ReceiveMixin(MooncakeConnectorWorker):
             self._report(self._pulls.settle(_transfers(metas)))
 
     def _forget(self, address: str) -> None:
-        """Drop cached addresses of replicas with this worker, so that their bootstrap servers are queried again."""
+        """Drop the cached addresses of the prefill replica whose worker has this address.
+
+        The next transfer then queries the replica's bootstrap server again.
+        """
         for engine_id, ranks in list(self._remote_agents.items()):
             if any(address in stages.values() for stages in ranks.values()):
                 del self._remote_agents[engine_id]
@@ -151,7 +166,11 @@ class ReceiveMixin(MooncakeConnectorWorker):
             loop.call_later(SETTLE_S, self._put_failed, failed, loop.time() + MOST_SETTLE_S)
 
     def _put_failed(self, transfers: list[Transfer], latest: float) -> None:
-        """Report failed transfers as settled, later if data of an ended sender is not written yet."""
+        """Report failed transfers as settled; if data of an ended sender is unread, try again after `SETTLE_S`.
+
+        Args:
+            latest: time of the event loop from which on unread data is ignored.
+        """
         loop = asyncio.get_running_loop()
         if has_unread_input():
             if loop.time() < latest:

@@ -1,8 +1,8 @@
 """vLLM's MooncakeConnector, adapted for replicas. vLLM finds it through `kv_connector_module_path`.
 
-Differences from vLLM's own: it starts without an accelerator; the answer to a prefill request contains the location of
-its blocks; all waits are bounded; a request with invalid parameters is computed locally instead of crashing the
-engine; blocks into which a late transfer may still write are not reused (`block_hold.py`).
+Differences from vLLM's connector: it starts without an accelerator; the final output of a prefill request contains the
+location of the request's blocks; all waits are bounded; a request with invalid transfer parameters is computed locally
+instead of crashing the engine; blocks into which a late transfer may still write are not reused (`block_hold.py`).
 
 Mooncake's engine listens on all interfaces without authentication: use it in private networks only.
 """
@@ -54,7 +54,8 @@ SHUTDOWN_S = 5.0
 """Seconds that the tasks of a thread may take to end."""
 
 NO_LIMIT_S = 1_000_000
-"""Limit in seconds of vLLM's waits that this package's limits end earlier; as milliseconds it must fit into 32 bits."""
+"""Value in seconds of a vLLM timeout that must never apply, since a shorter timeout of this package applies first. In
+milliseconds it must fit into 32 bits."""
 
 BOOTSTRAP_ADDRESS = "bootstrap_server_address"
 """vLLM's key for the address of the bootstrap server; if it is set, vLLM does not start a bootstrap server."""
@@ -65,7 +66,11 @@ WAITED = "wait_duration"
 
 
 def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
-    """Return a context whose sockets listen on a port within a range where vLLM would bind a random port."""
+    """Return a ZeroMQ context for vLLM's connector whose sockets bind no random port, but one within `ports`.
+
+    Args:
+        ports: first and last allowed port.
+    """
 
     class Socket(zmq.asyncio.Socket):
         def bind_to_random_port(self, addr: str, *args: Any, **kwargs: Any) -> int:
@@ -82,7 +87,11 @@ def _context_within(ports: tuple[int, int]) -> zmq.asyncio.Context:
 
 
 class TransferStats(MooncakeKVConnectorStats):
-    """Adds the column `WAITED` to vLLM's statistics, and `totals`, counters since the start of the worker."""
+    """Adds two things to vLLM's statistics of a worker's transfers: the column `WAITED`, and `totals`.
+
+    Attributes:
+        totals: counters since the start of the worker, by name; `reset` keeps them.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +136,7 @@ class TransferStats(MooncakeKVConnectorStats):
 
 
 class OmniMooncakeScheduler(MooncakeConnectorScheduler):
-    """The scheduler's half of the connector: vLLM's, extended by `BlockHold` and the replica's transfer endpoint.
+    """Scheduler side of the connector: vLLM's `MooncakeConnectorScheduler` with a `BlockHold` and a transfer endpoint.
 
     Attributes:
         place: the endpoint from which blocks can be fetched; None in a decode replica.
@@ -149,7 +158,7 @@ class OmniMooncakeScheduler(MooncakeConnectorScheduler):
         super().on_new_request(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Handle allocated blocks; hold the blocks into which a transfer will write."""
+        """Handle a request's newly allocated blocks; hold them (`BlockHold`) if a transfer will write into them."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         expected = self._reqs_need_recv.get(request.request_id)
         if expected is not None and any(expected[1]):
@@ -157,13 +166,17 @@ class OmniMooncakeScheduler(MooncakeConnectorScheduler):
             self.guard.hold(transfer, [block for group in blocks.blocks for block in group if not block.is_null])
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Return the metadata of this step for the workers; `idle_step`: the step computes no tokens."""
+        """Return this step's metadata for the workers; its attribute `idle_step` is True if the step has no tokens."""
         metadata = super().build_connector_meta(scheduler_output)
         metadata.idle_step = not scheduler_output.total_num_scheduled_tokens
         return metadata
 
     def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request. Returns (True, answer for the client) if its blocks are kept."""
+        """Handle the end of a request.
+
+        Returns:
+            (whether the request's blocks are kept for a decode replica, `kv_transfer_params` for the final output).
+        """
         kept, params = super().request_finished(request, block_ids)
         if kept:
             assert self.place is not None
@@ -172,7 +185,7 @@ class OmniMooncakeScheduler(MooncakeConnectorScheduler):
 
 
 class OmniMooncakeWorker(ReceiveMixin, SendMixin):
-    """The worker's half of the connector, for either role."""
+    """Worker side of the connector, in prefill and decode replicas."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: Any) -> None:
         _check_library()
@@ -223,10 +236,10 @@ class OmniMooncakeWorker(ReceiveMixin, SendMixin):
 
 
 class OmniMooncakeConnector(MooncakeConnector):
-    """The connector as vLLM constructs it, with the scheduler's or the worker's half."""
+    """The connector class that vLLM loads; by its `role`, an instance has the scheduler side or the worker side."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        # Not the constructor of MooncakeConnector, which would build vLLM's own halves.
+        # Not the constructor of MooncakeConnector, which would build vLLM's own sides.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler: Any = None
@@ -241,7 +254,7 @@ class OmniMooncakeConnector(MooncakeConnector):
         return None if bootstrap is None else bootstrap.place
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Store the workers' endpoint: equal for all workers of a prefill replica, absent in a decode replica."""
+        """Store the `TransferEndpoint` of this replica's workers, which is equal for all; None in a decode replica."""
         self.connector_scheduler.place = next(iter(metadata.values()), None)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -252,7 +265,10 @@ class OmniMooncakeConnector(MooncakeConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def build_connector_worker_meta(self) -> Settled | None:
-        """Return the transfers into this worker's blocks that were settled; None if none were."""
+        """Return the transfers that were settled since the last call (no write into this worker's blocks can follow).
+
+        The result is None if no transfer was settled. vLLM sends it to the scheduler's `update_connector_output`.
+        """
         return self.connector_worker.settled()
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -265,7 +281,7 @@ class OmniMooncakeConnector(MooncakeConnector):
         return bool(self.connector_scheduler.guard)
 
     def totals(self) -> dict[str, float]:
-        """Return this worker's transfer counters since its start."""
+        """Return this worker's transfer counters since its start, by name (`TransferStats.totals`)."""
         return dict(self.connector_worker.xfer_stats.totals)
 
     def shutdown(self) -> None:

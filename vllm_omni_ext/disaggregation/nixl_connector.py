@@ -1,7 +1,7 @@
-"""vLLM's NixlConnector, adapted for replicas: a unique name and a free port per process, and checked requests.
+"""vLLM's NixlConnector, adapted for replicas: a unique engine id and a free port per process, and checked parameters.
 
-vLLM takes name and port from settings that all replicas of a stage share. All other behaviour is vLLM's;
-`transfer_timeout_s` does not limit its waits.
+vLLM takes engine id and port from settings that all replicas of a stage share. A request with invalid transfer
+parameters is computed locally. All other behaviour is vLLM's; `transfer_timeout_s` does not limit vLLM's waits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vllm_omni_ext.ports import bind_within
 log = logging.getLogger(__name__)
 
 GIVEN_ID = "given_engine_id"
-"""Key of the extra config with the engine id before it was made unique."""
+"""Key of the connector's extra config for the configured engine id, without the suffix that makes it unique."""
 
 
 class OmniNixlConnector(NixlConnector):
-    """The connector as vLLM constructs it, with the scheduler's or the worker's half."""
+    """The connector class that vLLM loads; by its `role`, an instance has the scheduler side or the worker side."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         config = vllm_config.kv_transfer_config
@@ -51,7 +51,7 @@ class OmniNixlConnector(NixlConnector):
         super().on_new_request(request)
 
     def totals(self) -> dict[str, float]:
-        """Return no counters: vLLM's NIXL connector counts for Prometheus only."""
+        """Return {}: vLLM's NIXL connector counts transfers for Prometheus only."""
         return {}
 
 

@@ -1,7 +1,8 @@
 """Engine settings of prefill and decode replicas, and the transfer parameters of requests: plain data, without vLLM.
 
-The final output of a prefill request contains the location of its KV blocks (`kv_transfer_params`, vLLM's own field);
-the decode request contains that answer. So no process keeps a list of addresses that could be outdated.
+The final output of a prefill request contains the location of its KV blocks, called the answer (`kv_transfer_params`,
+vLLM's own field). The decode request contains the same data. So no process keeps a list of addresses that could be
+outdated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Literal
 from vllm_omni_ext.ids import DECODE, PREFILL
 
 KEY = "kv_transfer_params"
-"""Key in `SamplingParams.extra_args` and in answers. Clients must not set it: a bad value crashes a stock engine."""
+"""Key of the transfer parameters in `SamplingParams.extra_args` and in outputs. Clients must not set the key, because a
+bad value crashes a stock engine."""
 
 SHORTEST_PROMPT = 2
 """Shortest prompt, in tokens, that is sent to a prefill stage. The decode stage always computes the last prompt token,
@@ -25,8 +27,8 @@ so a shorter prompt has no KV cache to transfer."""
 LOOPBACK = "127.0.0.1"
 
 HOST = "bootstrap_host"
-"""Key in a connector's extra config: the address under which replicas of the other role reach this replica's host. It
-is set when a replica is started, since a plan is the same on all hosts."""
+"""Key in a connector's extra config: the address under which replicas of the other role reach this replica's host. The
+key is set when a replica is started, since the plan of the deployment is the same on all hosts."""
 
 _HERE = "vllm_omni_ext.disaggregation"
 
@@ -65,8 +67,8 @@ class Facts:
         module: the library's module, which must be importable in a replica.
         install: how to install the library.
         settings: names of the `TransferSettings` that the connector uses, besides `connector`.
-        answer: required keys of an answer and their types, which vLLM does not check.
-        cls, path: the connector's class and module, for vLLM.
+        answer: required keys of the transfer parameters of a decode request, and their types; vLLM does not check them.
+        cls, path: name of the connector's class, and its module, for `kv_transfer_config`.
     """
 
     module: str
@@ -141,7 +143,7 @@ def check(settings: TransferSettings) -> None:
 
 
 def check_pair(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:
-    """Check that blocks can be transferred between two roles.
+    """Check that blocks can be transferred from prefill replicas to decode replicas with these settings.
 
     Args:
         prefill, decode: `EngineArgs` fields of the roles; a missing field has vLLM's default.
@@ -204,9 +206,10 @@ def prefill_transfer(transfer_id: str) -> dict[str, Any]:
 
 
 def answer(transfer_id: str, engine_id: str, bootstrap: str) -> dict[str, Any]:
-    """Return the answer of a Mooncake prefill replica to a request whose blocks it keeps.
+    """Return the `kv_transfer_params` of a prefill request's final output, if a Mooncake replica keeps its blocks.
 
     Args:
+        transfer_id: the id in the request's own transfer parameters (`prefill_transfer`).
         engine_id: unique name of the replica's process.
         bootstrap: URL of the replica's bootstrap server.
     """
@@ -220,7 +223,9 @@ def answer(transfer_id: str, engine_id: str, bootstrap: str) -> dict[str, Any]:
 
 
 def decode_transfer(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the transfer parameters of a decode request, for `KEY`; None: the decode replica computes the prompt.
+    """Return the transfer parameters of a decode request, the value of `KEY`.
+
+    The result is None if the prefill replica keeps no blocks: the decode replica then computes the prompt.
 
     Args:
         answer: `kv_transfer_params` of the prefill request's final output.

@@ -1,8 +1,8 @@
 """Detects the end of a prefill worker's process through an otherwise unused connection to it.
 
 The operating system closes the connections of a process that ends, but not those of a process that is only stopped or
-busy. So a closed connection proves that the process sends no more, and silence does not. Keep-alive probes detect a
-host that is down; the operating system of a stopped process still answers them.
+busy. So a closed connection proves that the process sends no more; a missing reply does not. TCP keep-alive probes
+detect a host that is down. For a stopped process, the operating system still answers the probes.
 """
 
 from __future__ import annotations

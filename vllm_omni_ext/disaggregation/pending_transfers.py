@@ -1,4 +1,4 @@
-"""Tracks the transfers into this worker's blocks until each is settled. Pure, for one thread."""
+"""Tracks the KV transfers into a decode worker's blocks until no write can follow. Pure, for one thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PendingTransfers:
                 self._open[transfer].workers_queried = workers
 
     def answer(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """Record that one prefill worker has answered or ended: it writes no more blocks for these transfers.
+        """Record that one prefill worker has answered or ended, so that it writes no more blocks for these transfers.
 
         Returns:
             (successful, failed): the transfers that are settled by this answer.
@@ -68,7 +68,7 @@ class PendingTransfers:
         return self.settle(transfers)
 
     def settle(self, transfers: Iterable[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """Remove those of these transfers that are settled; return them as `answer` does."""
+        """Remove the settled ones among these transfers; return them as (successful, failed)."""
         done: tuple[list[Transfer], list[Transfer]] = ([], [])
         for transfer in transfers:
             pull = self._open.get(transfer)

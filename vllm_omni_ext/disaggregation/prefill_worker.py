@@ -1,6 +1,6 @@
-"""Sends KV blocks from a prefill worker: extends vLLM's Mooncake worker.
+"""Sends KV blocks from a prefill worker to decode workers: extends vLLM's Mooncake worker.
 
-It frees blocks that are not fetched, and sleeps while it waits for a transfer.
+`SendMixin` frees blocks that no decode worker fetches, and sleeps between status queries of a running transfer.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ class SendMixin(MooncakeConnectorWorker):
     """Frees blocks that will not be fetched: after `kv_retention_s`, and at once when a transfer has failed."""
 
     def start_sending(self, kv_retention_s: float) -> None:
-        """Initialize; must be called once, before the first transfer."""
+        """Initialize this mixin; must be called once, before the first transfer.
+
+        Args:
+            kv_retention_s: seconds that blocks are kept for a decode replica after the prompt was computed.
+        """
         self._kv_retention_s = kv_retention_s
 
     async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
-        """Record the scheduler's state of this step's requests: running, finished (with blocks), or not to be sent."""
+        """Record the scheduler's report on this step's requests: begun, finished (with blocks), or not to be sent."""
         for request, (transfer_id, blocks) in metadata.reqs_to_send.items():
             entry = self.reqs_need_send.get(transfer_id)
             if entry is None:
@@ -92,7 +96,13 @@ class SendMixin(MooncakeConnectorWorker):
         self.news.set()
 
     def _send_blocks(self, remote_session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> int:
-        """Write blocks; return 0, or `FAILED` if a write has failed. All writes have ended when it returns."""
+        """Write blocks into a decode worker's memory; return 0, or `FAILED` if any write has failed.
+
+        Args:
+            remote_session: name of the decode worker's Mooncake engine.
+            src_ptrs, dst_ptrs, lengths: addresses here and there, and number of bytes, of each write. All writes have
+                ended when the method returns.
+        """
         since = time.perf_counter()
         statuses = self._write(remote_session, src_ptrs, dst_ptrs, lengths)
         if all(status == DONE for status in statuses):
@@ -103,7 +113,7 @@ class SendMixin(MooncakeConnectorWorker):
         return FAILED
 
     def _write(self, session: str, src_ptrs: list[int], dst_ptrs: list[int], lengths: list[int]) -> list[int]:
-        """Start all writes, wait for the end of each, and return their final statuses.
+        """Start all writes, wait for the end of each, and return their final statuses (see `DONE`).
 
         Every write is a batch of its own: Mooncake reports the status of a batch's first write as that of the batch.
         """
@@ -121,7 +131,12 @@ class SendMixin(MooncakeConnectorWorker):
 
 
 class _Answers:
-    """Forwards answers to a socket, and records the requests whose blocks were not transferred."""
+    """Stands in for the socket of vLLM's `send_kv_to_decode`: forwards its answers to a decode worker's query.
+
+    Attributes:
+        failed: ids of the requests whose blocks were not transferred, by the answers.
+        all_failed: an answer reports an error for the whole query.
+    """
 
     def __init__(self, socket: Any, decoder: Any) -> None:
         self._socket, self._decoder = socket, decoder

@@ -1,8 +1,8 @@
-"""Functions that every replica has, independent of its scheduler.
+"""Functions that every replica (one vLLM engine process of a stage) has, with any scheduler class.
 
-A replica reports its load to the coordinator, ends with its parent process, sets its process title, ends the requests
-of an API server that has died, and ends itself when its engine loop hangs. `ReplicaAgent` does this next to a
-scheduler, through vLLM's `SchedulerInterface`: a plugin's own scheduler needs no code for these functions.
+A replica reports its load to the coordinator, ends with its parent process, sets its process title, aborts the requests
+of an API server that has died, and kills itself when its engine loop hangs. `ReplicaAgent` implements these functions
+through vLLM's `SchedulerInterface`, so a plugin's own scheduler needs no code for them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ from vllm_omni_ext.wire.stage_input import ABORT_CLIENT
 
 
 class ReplicaAgent:
-    """Reports the replica's load to its coordinator, if it has one, and watches the engine's steps; `start` to `stop`.
+    """Reports a replica's load to the coordinator and detects a hung engine loop, from `start` until `stop`.
+
+    `with_agent` creates one agent for each engine's scheduler. Without a coordinator (`LLM`) no load is reported.
 
     Args:
         scheduler: the scheduler of this replica's engine. It keeps the `Request` of every unfinished request.
-        step_timeout_s: seconds after which an engine loop that does not turn counts as hung; None: never.
+        step_timeout_s: seconds that an engine loop with work may take for one iteration (see `step_watch`); None: no
+            limit.
     """
 
     def __init__(self, scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> None:
@@ -53,7 +56,10 @@ class ReplicaAgent:
         self._reporter: Reporter | None = None
 
     def start(self) -> None:
-        """Read the replica's identity from the environment; start to watch the parent and the steps, and to report."""
+        """Make this process end with its parent; start the watch of the engine loop and the load reports.
+
+        `ReplicaIdentity.read` gives the parent and the coordinator's address.
+        """
         enrolled = ReplicaIdentity.read()
         if enrolled is not None and enrolled.parent is not None:
             die_with_parent(enrolled.parent)
@@ -74,9 +80,10 @@ class ReplicaAgent:
         self._reporter.start()
 
     def load(self) -> Load | None:
-        """Return the scheduler's load; None while a step exceeds the limit, so that no heartbeat is sent.
+        """Return the scheduler's load for the next heartbeat; None while an iteration of the loop exceeds its limit.
 
-        The reporter's thread calls this method: the numbers may be one step old.
+        `Reporter` sends no heartbeat for None. It calls this method in its own thread, so the numbers may be one step
+        old.
         """
         if self._watch is not None and self._watch.late:
             return None
@@ -85,7 +92,11 @@ class ReplicaAgent:
         return Load(waiting, running, self._scheduler.get_kv_cache_usage(), asleep=asleep)
 
     def intercept(self, request: Request) -> bool:
-        """Return whether a request is a command to the agent (the key `ABORT_CLIENT`); if so, execute the command."""
+        """Execute a request that is a command to the agent (key `ABORT_CLIENT` in `extra_args`); return whether it is.
+
+        The command aborts all unfinished requests that the API server `client` (an index) sent before the Unix time
+        `before`. The scheduler does not receive the command.
+        """
         params = request.sampling_params
         order = None if params is None or params.extra_args is None else params.extra_args.get(ABORT_CLIENT)
         if order is None:
@@ -100,7 +111,7 @@ class ReplicaAgent:
         return True
 
     def stop(self) -> None:
-        """Stop the reports to the coordinator and the watch of the steps."""
+        """Stop the reports to the coordinator and the watch of the engine loop."""
         if self._watch is not None:
             self._watch.stop()
         if self._reporter is not None:
@@ -119,10 +130,14 @@ class ReplicaAgent:
 
 
 def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = None) -> SchedulerInterface:
-    """Start an agent for a scheduler and stop it when the scheduler is shut down; return the scheduler.
+    """Start a `ReplicaAgent` for a scheduler; return the same scheduler with four replaced methods.
 
-    A step begins with `schedule` and ends with `update_from_output`. The field `step_counter` of the statistics is set
-    to the time of the step in Unix nanoseconds. vLLM uses that field between data parallel ranks only.
+    `add_request` executes commands to the agent, `schedule` and `update_from_output` count begun and ended steps in
+    `agent.clock`, and `shutdown` stops the agent. `update_from_output` also sets `SchedulerStats.step_counter` to the
+    current Unix time in nanoseconds, for the metrics; vLLM uses that field between data parallel ranks only.
+
+    Args:
+        step_timeout_s: see `ReplicaAgent`.
     """
     agent = ReplicaAgent(scheduler, step_timeout_s)
     add_request, shutdown = scheduler.add_request, scheduler.shutdown
@@ -155,28 +170,28 @@ def with_agent(scheduler: SchedulerInterface, step_timeout_s: float | None = Non
 
 @dataclass(frozen=True)
 class WithAgent:
-    """A `scheduler_cls` for vLLM that adds an agent to any scheduler.
+    """A `scheduler_cls` for vLLM that builds any scheduler and adds a `ReplicaAgent` to it.
 
     Attributes:
-        scheduler_cls: the scheduler: a class, a function, or the name of either; None = vLLM's choice.
-        step_timeout_s: seconds after which a step of the engine loop counts as hung; None: never.
+        scheduler_cls: class or factory function of the scheduler, or its import path; None = vLLM's choice.
+        step_timeout_s: see `ReplicaAgent`.
     """
 
     scheduler_cls: Any = None
     step_timeout_s: float | None = None
 
     def __call__(self, **kwargs: Any) -> SchedulerInterface:
-        """Build the scheduler; vLLM calls a `scheduler_cls` with keywords only.
+        """Build the scheduler and start its agent. vLLM calls a `scheduler_cls` with keyword arguments only.
 
-        The key `MAX_MEDIA_TOKENS` of `additional_config` limits the tokens that the encoder computes in one step.
+        `additional_config[MAX_MEDIA_TOKENS]`, if set, limits the tokens that the encoder computes in one step.
 
-        vLLM's engine makes its receiver cache for media after the scheduler, and only if `_api_process_count` is 1. The
-        shared config has at least 2, so that each API server keeps the media itself (`_FEWEST_API_PROCESSES`). This
-        method sets 1 in the engine's copy: `SentMedia` in the API servers keeps that cache consistent with any number
-        of them.
+        vLLM's engine creates its receiver cache for media after the scheduler, and only if `_api_process_count` is 1.
+        In the config that API servers and engines share, the count is at least 2, so that each API server keeps the
+        media itself (`_FEWEST_API_PROCESSES`). This method sets the count in the engine's copy to 1. `SentMedia` in the
+        API servers keeps the engine's cache consistent, with any number of API servers.
 
         Raises:
-            ConfigError: the scheduler is no subclass of vLLM's and cannot apply this limit.
+            ConfigError: `MAX_MEDIA_TOKENS` is set, but the scheduler is no subclass of vLLM's `Scheduler`.
         """
         kwargs["vllm_config"].parallel_config._api_process_count = 1
         config = copy(kwargs["vllm_config"].scheduler_config)

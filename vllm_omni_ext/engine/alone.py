@@ -21,9 +21,10 @@ BACKEND = "omni_alone"
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Replace torch's functions that create process groups: a group of one process gets `BACKEND` in place of gloo.
+    """Replace torch's functions that create process groups, inside the `with` block.
 
-    The `with` block ends the replacement. If the world group has `BACKEND` (on CPU), each new group is the world group.
+    `worker.StageWorker` initializes its device inside the block. A group of one process gets `BACKEND` in place of
+    gloo. If the world group has `BACKEND` (on CPU), each new group is the world group.
     """
     distributed = torch.distributed
     start, make = distributed.init_process_group, distributed.new_group

@@ -1,4 +1,4 @@
-"""Finds the input queue of an engine from a function that the engine's constructor calls."""
+"""Finds the input queue of a vLLM engine core, for code that the engine core's constructor calls (e.g. a scheduler)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm.v1.engine.core import EngineCoreProc
 
 
 def input_queue() -> Any:
-    """Return the input queue of the engine whose constructor is running; None for an engine without a queue.
+    """Return the `input_queue` of the `EngineCoreProc` whose constructor is running; None for any other engine core.
 
-    vLLM does not pass its engine core on, so the stack is searched: `EngineCoreProc.__init__` is running.
+    vLLM does not pass the engine core to its scheduler, so this function searches the call stack for the constructor.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -25,9 +25,10 @@ def input_queue() -> Any:
 
 
 def waker() -> Callable[[], None]:
-    """Return a function that wakes the engine whose constructor is running, from any thread.
+    """Return a function that wakes the engine core whose constructor is running; any thread may call it.
 
-    A sleeping engine then checks whether its scheduler has work. The function does nothing without a queue.
+    An engine core that sleeps on its input queue then checks whether its scheduler has work. For an engine core without
+    an input queue the function does nothing.
     """
     inputs = input_queue()
     return lambda: None if inputs is None else inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))

@@ -1,8 +1,9 @@
-"""Reads the hidden states of another stage outside of the engine's steps.
+"""Reads hidden states that replicas of another stage have stored, outside of the engine's steps.
 
-Each source, i.e. each replica that stores hidden states, has a thread that reads the announced chunks one after the
-other. The scheduler takes the results between two steps, and is woken by each of them. A request whose hidden states
-are still being read takes part in no step; a source that does not reply delays only requests of that source.
+`EdgeReceiver` has one thread for each source, i.e. for each replica that stores hidden states. The thread reads the
+announced chunks one after the other. The scheduler (`scheduler.StreamingInput`) takes the results between two steps;
+each result wakes the engine. A request whose hidden states are still being read is not scheduled. A source that does
+not reply delays only requests of that source.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from vllm_omni_ext.connectors.base import Connector, ConnectorError, Consumer
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 IDLE_SOURCES = 8
-"""Connections without a request that are kept; more are closed, the one that was used least recently first."""
+"""Number of sources without a request whose connection and thread are kept. Beyond it, the source that was used least
+recently is closed."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Announced hidden states that cannot be read, with the reason."""
+    """The result of a read that has failed: the announced hidden states are lost, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The result of reading announced hidden states.
+    """The result of one read of a request's hidden states, for the scheduler (see `EdgeReceiver.arrivals`).
 
     Attributes:
         count: number of the request's hidden states, from the first one on, that are read or lost by now.
-        found: the hidden states [n, width] after those of earlier arrivals, in host memory; or that they are lost.
+        found: the hidden states [n, width] that follow those of the request's earlier arrivals, in host memory; `Lost`
+            if the read has failed.
     """
 
     req_id: str
@@ -52,8 +55,11 @@ class Arrival:
 class _Reading:
     """A request whose hidden states are read from one source.
 
-    The first `skip` hidden states came from an earlier source. `announced` is written by the engine's thread, and
-    `chunks` and `seen`, the chunks and hidden states that were read, by the source's thread.
+    Attributes:
+        name: the request's name in the source's connector.
+        skip: number of leading hidden states that an earlier source has delivered already.
+        announced: number of hidden states that were announced; written by the engine's thread.
+        chunks, seen: number of chunks, and of hidden states, that were read; written by the source's thread.
     """
 
     req_id: str
@@ -72,12 +78,21 @@ class _Read:
 
 
 _Order: TypeAlias = _Read | str | None
-"""Read hidden states; free those of this name; end the thread."""
+"""A command to a source's thread. `_Read`: read hidden states. str: free the hidden states of the request with this
+name in the connector. None: end the thread."""
 
 
 @dataclass(eq=False)
 class _Source:
-    """The thread that reads from one source. `readings` is used by the engine's thread only."""
+    """The thread that reads hidden states from one source.
+
+    Attributes:
+        address: address of the source's producer (see `connectors.base`).
+        open_consumer: creates the connector's consumer.
+        arrived: called in this thread after each read, with the request, `Arrival.count` and `Arrival.found`.
+        readings: number of requests that read from the source; used by the engine's thread only.
+        orders: commands from the engine's thread.
+    """
 
     address: str
     open_consumer: Callable[[], Consumer]
@@ -132,13 +147,16 @@ class _Source:
 
 
 class EdgeReceiver:
-    """Reads announced hidden states from the replicas that store them. Used by the engine's thread.
+    """Reads hidden states that a request's input announces (`HiddenStatesRef`), from the replicas that store them.
+
+    The scheduler owns one receiver, and calls all methods in the engine's thread.
 
     Args:
-        edge: name of the edge.
+        edge: name of the edge, i.e. of the connection from the storing stage to this stage.
         settings: connector of the edge. Each source has a consumer of its own.
-        timeout_s: seconds after which hidden states are lost, from their announcement or the source's last chunk.
-        wake: called in the threads of sources after each result.
+        timeout_s: seconds after which unread hidden states are lost, from their announcement or from the last chunk of
+            their source, whichever is later.
+        wake: wakes the engine; called in a source's thread after each result.
     """
 
     def __init__(self, edge: str, settings: Connector, timeout_s: float, wake: Callable[[], None]) -> None:
@@ -153,10 +171,11 @@ class EdgeReceiver:
         self._sources: OrderedDict[str, _Source] = OrderedDict()  # by time of the last use
 
     def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
-        """Begin to read the first `ref.count` hidden states of a request, without those that are read or being read.
+        """Begin to read those of a request's first `ref.count` hidden states that are neither read nor being read.
 
-        After a failover `ref` has another source; hidden states that have arrived from the old source are skipped
-        there. After a loss the announcements of a request are ignored: the request ends.
+        After a failover of the storing stage, `ref.source` is another replica. Hidden states that have arrived from the
+        old replica are not returned a second time. After a `Lost`, further announcements of the request are ignored,
+        because the request ends with an error.
         """
         known = self._readings.get(req_id)
         if known is None or (known[0].address, known[1].name) != (ref.source, ref.name):
@@ -170,7 +189,10 @@ class EdgeReceiver:
             source.orders.put(_Read(reading, ref.count, time.monotonic()))
 
     def arrivals(self) -> list[Arrival]:
-        """Return the reads that have ended since the last call; those of a request are in token order. Never waits."""
+        """Return the results of the reads that have ended since the last call, each request's in prompt order.
+
+        Never waits. Results of requests that have ended are dropped.
+        """
         found = []
         while self._results:
             reading, count, result = self._results.popleft()
@@ -185,7 +207,7 @@ class EdgeReceiver:
         return found
 
     def forget(self, req_id: str) -> None:
-        """End a request: free its hidden states here and at their source. Unknown ids are ignored."""
+        """Drop a request that has ended, and free its hidden states at their source. Unknown ids are ignored."""
         known = self._readings.pop(req_id, None)
         if known is not None:
             self._received.pop(req_id)
@@ -193,11 +215,11 @@ class EdgeReceiver:
             self._end(*known)
 
     def held(self) -> int:
-        """Return how many requests receive hidden states."""
+        """Return the number of unfinished requests for which hidden states were announced."""
         return len(self._readings)
 
     def close(self) -> None:
-        """End the threads, each after the order that it is working on."""
+        """End the threads of all sources, each after its queued commands. Does not wait for their ends."""
         while self._sources:
             self._sources.popitem()[1].orders.put(None)
 

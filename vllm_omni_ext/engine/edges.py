@@ -1,6 +1,6 @@
-"""Sender of the hidden states of an edge (a connection between two stages), and both ends by the edge's name.
+"""Sender of hidden states over an edge (a connection from one stage to another), and factories of sender and receiver.
 
-The first request that needs it opens the edge's connector.
+Either end opens the edge's connector (`connectors.base`) when the first request exports or receives hidden states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
 
 MOST_OF_ID = 256
-"""A name contains the last 256 characters of a request id at most: vLLM makes the end of an id unique."""
+"""Most characters of a request id that a name in the connector contains: the last ones, as vLLM makes the end of an id
+unique."""
 
 
 @dataclass
@@ -53,10 +54,12 @@ class EdgeSender:
     def send(self, req_id: str, cut: ExportedSlice, *, borrowed: bool = False) -> HiddenStatesChunkReady | None:
         """Store the next hidden states of a request; return the message that announces them to the next stage.
 
-        The result is None if the next stage has freed the request. A connector error is reported in the message.
+        The result is None if the next stage has freed the request's hidden states. After a connector error, the message
+        has the error as `failed`.
 
         Args:
-            borrowed: the memory of the hidden states is used again after this call.
+            cut: the hidden states, in prompt order and without gaps after those of earlier calls.
+            borrowed: the caller overwrites the memory of the hidden states after this call.
         """
         sent = self._sent.get(req_id)
         if sent is None:  # a request id may be reused, a producer's name may not
@@ -75,13 +78,16 @@ class EdgeSender:
         return HiddenStatesChunkReady(source=source, name=sent.name, first=cut.first, count=cut.hidden_states.shape[0])
 
     def ended(self, req_id: str) -> None:
-        """End a request; free its hidden states if not all of them were stored. Unknown ids are ignored."""
+        """Remove a request that has ended in this stage. Unknown ids are ignored.
+
+        If not all of its hidden states were stored, the stored ones are freed. Otherwise they stay for the next stage.
+        """
         sent = self._sent.pop(req_id, None)
         if sent is not None and not sent.whole:
             self.forget([sent.name])
 
     def forget(self, names: Iterable[str]) -> None:
-        """Free the hidden states of requests, by their names."""
+        """Free stored hidden states, given their names in the connector (`HiddenStatesChunkReady.name`)."""
         if self._producer is not None:
             for name in names:
                 self._producer.forget(name)

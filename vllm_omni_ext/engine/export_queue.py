@@ -1,8 +1,9 @@
-"""Stores exported hidden states in a thread of its own, after the step that has computed them.
+"""Stores exported hidden states, i.e. those for another stage, in its own thread after the step that computed them.
 
-The thread waits for the copy from the device, keeps prompt blocks for later prompts, and puts the hidden states into
-the connector. Only this thread uses the sender and the kept hidden states. The step's result is complete when its
-hidden states are stored, so a message never announces hidden states that cannot be read.
+The thread waits for the copy from the device, keeps the hidden states of prompt blocks for later prompts
+(`kept_exports`), and puts the hidden states into the connector (`edges.EdgeSender`). Only this thread uses the sender
+and the kept hidden states. The step's output is returned after its hidden states are stored, so a message never
+announces hidden states that cannot be read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Restored:
-    """Exported hidden states of one request that are in kept blocks.
+    """Hidden states that a request exports from kept blocks (`kept_exports`), instead of computing them.
 
     Attributes:
-        first: index of the first one that was not exported before, among all that the request exports.
-        slots: slots of the kept blocks, whose hidden states begin with number 0.
-        last: the request exports no further hidden states.
+        first: index of the first hidden state that is exported now, among all that the request exports. Earlier ones
+            were exported before.
+        slots: slots of the kept blocks, in prompt order. Their first row is the request's hidden state 0.
+        last: the request exports no hidden states after these.
     """
 
     first: int
@@ -40,15 +42,15 @@ class Restored:
 
 @dataclass(frozen=True)
 class StepExports:
-    """The work of one step, in the order in which it is done.
+    """The work that one step gives to the thread of `ExportQueue`. The thread does it in the order of the attributes.
 
     Attributes:
-        ended: requests that have ended.
-        orphaned: names of hidden states that no stage will receive.
-        restored: hidden states in kept blocks, by request.
-        computed: hidden states that the step has computed, by request.
-        keep: rows of `computed` that are kept, with their slots, by request.
-        free: slots of kept blocks that are freed after all.
+        ended: ids of requests that have ended.
+        orphaned: names in the connector of hidden states that are freed, since no stage will receive them.
+        restored: by request id, hidden states that are exported from kept blocks.
+        computed: by request id, exported hidden states that the step has computed.
+        keep: by request id, (rows of `computed`, slot) for each block in which hidden states are kept.
+        free: slots of kept blocks that are freed.
     """
 
     ended: Sequence[str] = ()
@@ -63,11 +65,13 @@ class StepExports:
 
 
 class ExportQueue:
-    """Stores the hidden states of steps, in their order, in one thread, which starts with the first work.
+    """Stores the exported hidden states of all steps, in step order, in one thread.
+
+    `worker.HiddenStatesExportWorker` owns one queue. The thread starts with the first work.
 
     Args:
-        sender: sender of the edge.
-        copies: copies from the worker's device.
+        sender: sender of the stage's outgoing edge.
+        copies: copies hidden states from the worker's device to the host.
     """
 
     def __init__(self, sender: EdgeSender, copies: HostCopies) -> None:
@@ -78,15 +82,16 @@ class ExportQueue:
         self._steps: list[Future[dict[str, torch.Tensor]]] = []
 
     def submit(self, step: StepExports) -> None:
-        """Queue the work of a step, and the copies of its hidden states. Never waits."""
+        """Queue the work of a step, and start to copy its computed hidden states to the host. Never waits."""
         if step:
             copies = {req_id: self._copies.begin(each.hidden_states) for req_id, each in step.computed.items()}
             self._steps.append(self._thread.submit(self._store, step, copies))
 
     def take(self) -> Callable[[], dict[str, torch.Tensor]] | None:
-        """Return a function that waits for the work since the last call; None if there was none.
+        """Return a function that waits for the work since the last call; None if no work was queued since then.
 
-        The function returns the packed `HiddenStatesChunkReady` of each request with new hidden states.
+        The function returns, by request id, the packed `HiddenStatesChunkReady` (a uint8 tensor) that announces the
+        request's new hidden states.
         """
         steps, self._steps = self._steps, []
         if not steps:
@@ -94,7 +99,7 @@ class ExportQueue:
         return lambda: {req_id: message for step in steps for req_id, message in step.result().items()}
 
     def forget(self, names: Sequence[str]) -> None:
-        """Free hidden states, by their names, after the work that is queued; wait for it."""
+        """Wait for the queued work, then free stored hidden states, given their names in the connector."""
         self._call(lambda: self._sender.forget(names))
 
     def held(self) -> int | None:
@@ -102,11 +107,11 @@ class ExportQueue:
         return self._call(self._sender.held)
 
     def kept(self) -> int:
-        """Return the number of kept blocks after the work that is queued; wait for it."""
+        """Wait for the queued work; return the number of prompt blocks whose hidden states are kept."""
         return self._call(lambda: len(self._kept))
 
     def close(self) -> None:
-        """End the thread after the work that is queued."""
+        """Wait for the queued work, and end the thread."""
         self._thread.shutdown()
 
     def _call(self, function: Callable[[], T]) -> T:
@@ -130,7 +135,10 @@ class ExportQueue:
         return messages
 
     def _joined(self, step: StepExports, req_id: str, copy: HostCopy | None) -> tuple[ExportedSlice, bool]:
-        """Return the exported hidden states of a request in host memory, and whether `copy.free` frees that memory."""
+        """Return (exported hidden states of a request in host memory, whether `copy.free` frees their memory).
+
+        The rows that `step.keep` names are copied into their slots.
+        """
         restored, computed = step.restored.get(req_id), step.computed.get(req_id)
         kept = None if restored is None else self._kept.restore(restored.slots)[restored.first :]
         if computed is None or copy is None:

@@ -1,11 +1,11 @@
 """Returns the output of one decoder layer in addition to a step's result, through vLLM's interface for EAGLE-3.
 
 This works with both of vLLM's model runners (V1 and V2).
-Compiled code and CUDA graphs have a fixed set of outputs. A runner that compiles or captures therefore receives the
-layer before it does so. Every step then adds two tensors and copies the sum, and a step that exports hidden states runs
-like any other. Without compilation, only the steps that export request the layer. The same holds for a runner with a
-drafter, because the drafter must only receive the outputs that it requested. An exporting step then runs uncompiled and
-outside CUDA graphs, and the drafter still receives its own outputs.
+Compiled code and CUDA graphs have a fixed set of outputs. With either, the layer is therefore set before the model is
+compiled or captured. Every step then adds two tensors and copies the sum, and a step that exports hidden states runs
+like any other step. Without compilation and CUDA graphs, the layer is set only for the steps that export. With
+speculative decoding, too, the layer is set only for these steps, because the drafter must receive exactly the outputs
+that it requested. An exporting step then runs uncompiled and outside CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
 
 EXPORTED_LAYER = "exported_layer"
-"""Key of `additional_config` with the layer. The hash of vLLM's compile cache includes `additional_config`, so an
-engine without the exported layer never loads code that was compiled with it."""
+"""Key of `additional_config` whose value is the layer (see `ExportedLayer`). The hash of vLLM's compile cache includes
+`additional_config`, so an engine without the exported layer never loads code that was compiled with it."""
 
 
 class ExportedLayer:

@@ -1,4 +1,4 @@
-"""Extracts from each step's output the hidden states that a stage exports. A step without exports does no work here."""
+"""Extracts from each step's output the hidden states that a stage exports, i.e. sends to another stage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from vllm_omni_ext.wire.stage_input import OPEN_END
 
 @dataclass(frozen=True, slots=True)
 class ExportedSlice:
-    """Exported hidden states [count, width] of one request.
+    """The hidden states [count, width] that one request exports in one step.
 
     Attributes:
         first: index of row 0 among all hidden states that the request exports.
-        last: the request exports no further hidden states, or as many as it has positions (`OPEN_END`).
+        last: no further hidden states must follow: the request's ranges are complete, or the last one has no end
+            (`OPEN_END`).
     """
 
     first: int
@@ -36,7 +37,7 @@ class _Export:
 
     @property
     def whole(self) -> bool:
-        """Whether all hidden states were exported that certainly follow from the request."""
+        """Whether all ranges were exported up to their end; also True if the last range has no end (`OPEN_END`)."""
         stop = self.ranges[-1][1]
         return stop == OPEN_END or self.done >= stop
 
@@ -48,9 +49,13 @@ class _Export:
 
 
 class Exporter:
-    """Tracks the requests that export hidden states. `steps` counts the steps with exports (for tests and metrics).
+    """Tracks which positions of each request a worker still has to export.
 
-    Each position is exported once: a position that is computed again after a preemption gives the same hidden states.
+    Each position is exported once. A position that is computed again after a preemption has the same hidden states and
+    is not exported again.
+
+    Attributes:
+        steps: number of steps with exports, for tests and metrics.
     """
 
     def __init__(self) -> None:
@@ -58,7 +63,10 @@ class Exporter:
         self.steps = 0
 
     def add(self, req_id: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register a request, unless it has no ranges. A request that returns after a preemption keeps its progress."""
+        """Register a request that exports the hidden states of positions [start, stop); without ranges do nothing.
+
+        A request that is added again after a preemption keeps its progress.
+        """
         requested = tuple(sorted(ranges))
         export = self._open.get(req_id)
         if requested and (export is None or export.ranges != requested):
@@ -73,11 +81,11 @@ class Exporter:
         return any(span.req_id in self._open and self._open[span.req_id].due(span) for span in spans)
 
     def restore(self, req_id: str, until: int) -> tuple[int, bool] | None:
-        """Count the positions before `until` as exported: their hidden states are kept.
+        """Count the positions before `until` as exported, because their hidden states are read from kept blocks.
 
         Returns:
-            index of the first one that was not exported before, among all hidden states that the request exports, and
-            whether it exports no further ones; None if all were exported before.
+            (index of the first hidden state that was not exported before this call, among all that the request exports;
+            whether the request exports none from position `until` on); None if nothing before `until` was missing.
         """
         export = self._open[req_id]
         first = export.before(export.done)
@@ -90,9 +98,11 @@ class Exporter:
         return slice(export.before(start), export.before(stop))
 
     def cut(self, spans: Sequence[Span], hidden: torch.Tensor) -> dict[str, ExportedSlice]:
-        """Return the exported slice of each request in a step with the output `hidden` [tokens, width].
+        """Return, by request id, the hidden states that a step exports.
 
-        `spans` are in batch order.
+        Args:
+            spans: the positions that the step has computed, in batch order.
+            hidden: hidden states [tokens, width] of all these positions, in the same order.
         """
         self.steps += 1
         found: dict[str, ExportedSlice] = {}

@@ -65,7 +65,10 @@ def recorder_for(device: torch.device, *, eager: bool) -> CudaGraphs | None:
 
 
 def buckets(most: int) -> list[int]:
-    """Return the batch sizes to record, largest first: powers of two up to the first that holds `most` rows."""
+    """Return the batch sizes to record, largest first: powers of two up to the first that holds `most` rows.
+
+    One graph is recorded for each size; `bucket_of` selects a size for a batch.
+    """
     return [1 << power for power in range((most - 1).bit_length(), -1, -1)]
 
 

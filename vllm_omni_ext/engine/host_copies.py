@@ -1,7 +1,7 @@
 """Copies tensors of a device to the host without a wait in the engine's step.
 
-A copy is queued on a stream of its own, after the work that the step has queued so far, into page-locked memory of a
-fixed size. Another thread waits for its end. The functions of the device's streams are passed in (`Streams`).
+A copy is queued on its own stream, after the work that the step has queued so far, into page-locked memory of a fixed
+size. Another thread waits for the end of the copy. `HostCopies` calls the device through an object of type `Streams`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CudaStreams:
 
 
 class HostCopy:
-    """A tensor whose copy to the host is queued. `tensor` and `free` are called by one thread, other than the step's.
+    """A tensor whose copy to the host is queued. `tensor` and `free` are called by one thread, not the engine's.
 
     Attributes:
         shape: shape of the tensor.
@@ -117,7 +117,7 @@ class HostCopies:
         return self._arena.used_bytes
 
     def begin(self, source: torch.Tensor) -> HostCopy:
-        """Queue the copy of a tensor that the step has queued the computation of. Never waits for the device."""
+        """Queue the copy of a tensor whose computation the step has queued. Never waits for the device."""
         if self._streams is None:
             return HostCopy(self, source, None, source, None)
         after, size = self._streams.mark(), source.numel() * source.element_size()
@@ -129,7 +129,10 @@ class HostCopies:
         return HostCopy(self, source, place, target, self._streams.copy(target, source, after))
 
     def finish(self, source: torch.Tensor, place: int | None, target: torch.Tensor, event: Any) -> torch.Tensor:
-        """Wait for the end of a copy, or make it if there was no room for it; return the tensor in host memory."""
+        """Return a tensor in host memory, after the end of its copy; called by `HostCopy.tensor`.
+
+        If page-locked memory had no room (`place` is None), the tensor is copied to other memory now.
+        """
         if self._streams is None:
             return source
         if place is None:
@@ -139,6 +142,6 @@ class HostCopies:
         return target
 
     def free(self, place: int) -> None:
-        """Free the pinned memory at address `place`."""
+        """Free the range of page-locked memory that begins at offset `place`."""
         with self._lock:
             self._arena.free(place)

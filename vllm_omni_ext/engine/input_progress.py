@@ -24,8 +24,9 @@ class InputProgress:
         complete: no chunk follows; every later position has its input.
         cached: number of leading positions that the prefix cache has, for which no hidden states are needed.
         announced: number of hidden states that were announced.
-        held: step inputs of chunks, and whether no chunk follows, with the number of hidden states announced by then.
-            They count when these hidden states have been read: the input of a position after the prompt may need them.
+        held: (`announced` at its arrival, step inputs, whether no chunk follows) of each chunk whose step inputs do not
+            count yet. They count when the hidden states that were announced by then have been read, because the input
+            of a position after the prompt may need these hidden states.
     """
 
     size: int = 0
@@ -58,7 +59,7 @@ class InputProgress:
         return None if self.complete else self.size + self.step_inputs
 
     def add(self, chunk: StageInput) -> None:
-        """Add the input of one chunk; hidden states that it announces are read after it."""
+        """Record the input of one chunk. Hidden states that the chunk only announces are recorded by `arrived`."""
         self.received = self.size if chunk.prompt_positions is None else self.received + chunk.prompt_positions
         if chunk.hidden_states is not None:
             self.announced = max(self.announced, chunk.hidden_states.count)
@@ -78,7 +79,12 @@ class InputProgress:
 
     @classmethod
     def of(cls, opening: StageInput, length: int) -> InputProgress:
-        """Return the progress of a new request from its first input; `length`: prompt tokens, as the engine counts."""
+        """Return the progress of a new request.
+
+        Args:
+            opening: the input that came with the request.
+            length: number of prompt tokens in the engine, including `opening.done` generated ones.
+        """
         progress = cls(size=length - opening.done, spans=opening.hidden_spans)
         progress.add(opening)
         return progress

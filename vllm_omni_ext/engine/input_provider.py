@@ -20,7 +20,7 @@ class Span:
 
 
 def scheduled_starts(step: SchedulerOutput) -> dict[str, int]:
-    """Return the first position that each scheduled request computes in this step."""
+    """Return, by request id, the first position that each scheduled request computes in this step."""
     cached = step.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts.update((new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs)
@@ -35,7 +35,7 @@ def spans_of(order: list[str], step: SchedulerOutput) -> list[Span]:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last output of a request that its `InputProvider` ends; the scheduler ends it with the reason "stop".
+    """Result of `InputProvider.sampled` that ends a request; the scheduler sets its finish reason to "stop".
 
     Attributes:
         output: the request's output tensor; None for no output.
@@ -51,7 +51,8 @@ class InputProvider(Protocol):
     order then do not change the embeddings.
 
     Attributes:
-        payloads: type to which the messages are converted: a `msgspec.Struct`, or a union of tagged structs.
+        payloads: type to which the messages of the plugin's flow are converted: a `msgspec.Struct`, or a union of
+            tagged structs.
     """
 
     payloads: Any
@@ -60,7 +61,7 @@ class InputProvider(Protocol):
         """Start a request. The call does nothing if the request is open: vLLM adds a preempted request a second time.
 
         Args:
-            payload: the message that came with the request; None if there is none.
+            payload: the message of the plugin's flow that came with the request; None if there is none.
             hidden_spans: ranges [start, stop) of prompt positions whose input is hidden states.
             params: the request's vLLM `SamplingParams`.
         """
@@ -86,18 +87,21 @@ class InputProvider(Protocol):
     def sampled(
         self, req_ids: Sequence[str], tokens: Sequence[Sequence[int]], hidden: torch.Tensor
     ) -> Sequence[torch.Tensor | Ended | None]:
-        """Return the output tensor of each request for its sampled tokens, or None for no output.
+        """Return an output for each request of a step: a tensor, None for no output, or `Ended`.
 
-        An `Ended` ends the request after this step; the sampled token does not matter. A request of which this step has
-        computed only a part of the prompt has no sampled token. With tensor parallelism each rank must return the same.
+        The worker calls this method after sampling. `Ended` ends the request after this step, whatever token was
+        sampled. With tensor parallelism all ranks must return equal outputs.
 
         Args:
-            hidden: row i of [requests, hidden] belongs to request i.
+            tokens: sampled tokens of each request; empty if the step has computed only a piece of its prompt.
+            hidden: hidden states [requests, hidden] from which the step was sampled; row i belongs to request i.
         """
 
 
 class StreamingInputModel(Protocol):
-    """A vLLM model whose input embeddings come from its `InputProvider`. `streaming_model.StreamingInputBase` has most.
+    """A vLLM model whose input embeddings come from its `InputProvider`.
+
+    `streaming_model.StreamingInputBase` implements all that does not depend on the model.
 
     Attributes:
         sampled_hidden: hidden states [requests, hidden] from which the last step was sampled.

@@ -32,7 +32,8 @@ BlockKey: TypeAlias = tuple[Hashable, Ranges]
 """Hash of a block in vLLM's prefix cache, and the block's exported positions relative to its first position."""
 
 Part: TypeAlias = tuple[int, int, int]
-"""Positions [start, stop) that one step computes in one block of a request, and the number of the block's slot."""
+"""(start, stop, slot): one step computes the positions [start, stop) of one block of a request, and the worker stores
+their hidden states in the slot."""
 
 
 @dataclass
@@ -40,8 +41,8 @@ class StepChanges:
     """Operations on kept hidden states that the worker does in a step, in this order.
 
     Attributes:
-        restore: by request, the first position that the step computes, and the slots of the blocks before it.
-        keep: by request, the parts of blocks whose hidden states are stored.
+        restore: by request id, (first position that the step computes, slots of the kept blocks before that position).
+        keep: by request id, the positions whose hidden states are stored, and their slots.
         free: slots to free. A slot number is never used again.
     """
 
@@ -51,7 +52,7 @@ class StepChanges:
 
 
 class RequestBlocks:
-    """The full blocks of one prompt that have exported positions.
+    """The full blocks of one prompt that have exported positions (positions whose hidden states another stage gets).
 
     Args:
         ranges: exported positions.
@@ -60,7 +61,7 @@ class RequestBlocks:
 
     Attributes:
         keys: keys of the blocks, by block index.
-        end: end of the last block with exported positions.
+        end: position after the last block with exported positions; 0 if there is none.
         computed: positions before this one have been computed for this request.
         begun: slots of partly computed blocks, by block index.
     """
@@ -79,6 +80,8 @@ class RequestBlocks:
 
 class KeptBlocks:
     """Assigns slots to the blocks whose hidden states are kept, and frees the least recently used blocks. Pure.
+
+    A slot is the number under which the worker stores the hidden states of a block (`KeptHiddenStates`).
 
     Args:
         capacity: largest number of hidden states that are kept.
@@ -102,21 +105,27 @@ class KeptBlocks:
         return self._rows
 
     def covered(self, blocks: RequestBlocks, hit: int) -> int:
-        """Return the number of leading tokens, at most `hit`, whose exported hidden states are all kept."""
+        """Return to how many tokens a prefix cache hit of `hit` tokens is shortened.
+
+        Exported hidden states of all these tokens are kept, so none of the tokens must be computed.
+        """
         missing = (index for index, key in blocks.keys.items() if index * self._size < hit and key not in self._slots)
         return min(hit, next(missing, hit) * self._size)
 
     def restore(self, blocks: RequestBlocks, start: int) -> list[int]:
-        """Return the slots of the blocks before position `start`, and mark these blocks as most recently used."""
+        """Return the slots of the blocks before position `start`, and mark these blocks as most recently used.
+
+        The worker exports the hidden states in these slots instead of computing them.
+        """
         keys = [key for index, key in blocks.keys.items() if index * self._size < start]
         for key in keys:
             self._slots.move_to_end(key)
         return [self._slots[key] for key in keys]
 
     def compute(self, blocks: RequestBlocks, start: int, stop: int) -> list[Part]:
-        """Record that a step computes positions [start, stop) of a request; return the parts that the worker keeps.
+        """Record that a step computes positions [start, stop) of a request; return those that the worker stores.
 
-        Positions that were computed before for the same request are not exported a second time.
+        Positions that were computed before for the same request are not exported, and so not stored, a second time.
         """
         start, blocks.computed = max(start, blocks.computed), max(stop, blocks.computed)
         parts = []
@@ -174,7 +183,7 @@ def _count(key: BlockKey) -> int:
 
 
 class KeptExports(Scheduler):
-    """A request that exports hidden states gets a prefix cache hit only on blocks whose hidden states are kept."""
+    """Scheduler that shortens the prefix cache hit of an exporting request to blocks whose hidden states are kept."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -212,7 +221,7 @@ class KeptExports(Scheduler):
         return found, covered, boundary, diverged
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step; its output contains the `StepChanges` for the worker as `kept`."""
+        """Schedule one step; the attribute `kept` of the output is the `StepChanges` for the worker."""
         output = super().schedule(throttle_prefills)
         changes = StepChanges()
         computing = {req_id: each for req_id, each in self._exports.items() if each.computed < each.end}
@@ -258,10 +267,10 @@ class KeptHiddenStates:
         return torch.cat([piece for slot in slots for piece in self._pieces[slot]])
 
     def keep(self, slot: int, rows: torch.Tensor) -> None:
-        """Add a copy of hidden states in host memory to a slot."""
+        """Append a copy of the hidden states `rows` [n, width], which are in host memory, to a slot."""
         self._pieces.setdefault(slot, []).append(rows.clone())
 
     def free(self, slots: Iterable[int]) -> None:
-        """Free slots."""
+        """Free the hidden states in these slots; unknown slots are ignored."""
         for slot in slots:
             self._pieces.pop(slot, None)

@@ -33,12 +33,13 @@ from vllm_omni_ext.wire.priorities import of_request
 from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
 
 _LAST = -1
-"""Appended to the tokens of an answer that ends its request."""
+"""Appended to the token ids that `PlainWorker` returns for an answer that ends its request; `PlainScheduler` removes
+it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainRequest:
-    """One request, as a flow has sent it to the stage.
+    """One request of a plain stage, as the plugin's flow (`plugins.flow.Flow`) has sent it.
 
     Attributes:
         req_id: the engine's id of the request.
@@ -46,7 +47,8 @@ class PlainRequest:
         payload: the flow's message, converted to `PlainModel.payloads`; None if there is none.
         params: vLLM's `SamplingParams`, or the stage's own parameters, converted to `PlainModel.params`.
         features: vLLM `MultiModalFeatureSpec`s of the prompt.
-        part: stream of the request and its number in the stream; None for a request that belongs to no stream.
+        part: header with stream name and number, if the request is one part of a stream (`plugins.flow.Submit`); else
+            None.
         waited: seconds that the request waited in the scheduler's queue.
     """
 
@@ -64,10 +66,10 @@ class Answer:
     """The output of one step for one request.
 
     Attributes:
-        output: a tensor on the CPU, a message, or None if the step has no output for the request.
+        output: a tensor on the CPU, a message of `wire.envelope`, or None if the step has no output for the request.
         last: the request ends with this answer. An `output` of type `StageError` ends the request in any case.
         tokens: generated token ids. As in any vLLM engine, a stop token or the length limit ends the request. Tokens
-            after its end are dropped.
+            after that end are dropped.
     """
 
     output: torch.Tensor | Message | None
@@ -82,13 +84,13 @@ class PlainModel(nn.Module, IsAttentionFree):
     """
 
     payloads: ClassVar[Any] = Any
-    """Type to which the messages are converted: a `msgspec.Struct`, or a union of tagged structs."""
+    """Type to which the flow's messages are converted: a `msgspec.Struct`, or a union of tagged structs."""
 
     params: ClassVar[Any] = None
     """The `msgspec.Struct` of the stage's own parameters; None: requests have vLLM's `SamplingParams`."""
 
     def open(self, request: PlainRequest) -> None:
-        """Begin a request.
+        """Begin a request; called once, before its first step.
 
         Raises:
             ValueError: the request cannot be served; the client receives the message.
@@ -96,21 +98,21 @@ class PlainModel(nn.Module, IsAttentionFree):
         raise NotImplementedError
 
     def step(self, req_ids: Sequence[str]) -> Mapping[str, Answer]:
-        """Compute one step of these requests; return their answers. A request without an answer continues."""
+        """Compute one step of these requests; return answers by request id. A request may have no answer in a step."""
         raise NotImplementedError
 
     def close(self, req_id: str) -> None:
         """Free the state of a request that has ended or was aborted. Unknown ids are ignored."""
 
     def forget(self, stream: str) -> None:
-        """Free the state of a stream that stops before its last part. Unknown streams are ignored."""
+        """Free the state of a stream that stops before its last part, e.g. by an abort. Unknown names are ignored."""
 
     def warm_up(self) -> None:
-        """Compile kernels and the like, so that the first request is not delayed; called once, after loading."""
+        """Compile kernels, so that the first request is not delayed; called once, after loading."""
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Return vLLM's default model state; else Model Runner V2 would take a model without attention for Mamba."""
+        """Return vLLM's default model state; Model Runner V2 would choose that of Mamba for an attention-free model."""
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         return DefaultModelState
@@ -161,7 +163,10 @@ class PlainWorker(StageWorker):
 
 
 def _begin(model: PlainModel, new: NewRequestData, waited: float) -> Answer | None:
-    """Open a request in the model; return its answer if it ends without a step (it ends a stream, or is invalid)."""
+    """Open a request in the model and return None.
+
+    A request that only ends a stream, and an invalid request, need no step: their last answer is returned.
+    """
     assert new.sampling_params is not None, "a plain stage takes sampling parameters"
     extra = new.sampling_params.extra_args or {}
     try:
@@ -201,7 +206,7 @@ def _failed(output: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A request of the scheduler. `since`: when it was queued, in seconds of a monotonic clock."""
+    """A request in the scheduler, with its `PlainScheduler.costs`; queued at monotonic time `since` (seconds)."""
 
     request: Request
     costs: Mapping[str, float]
@@ -219,7 +224,7 @@ class PlainScheduler(SchedulerInterface):
 
     Raises:
         ConfigError: the engine has async scheduling, which would begin a step before the previous one has ended; or it
-            shall transfer KV caches, and this scheduler has none.
+            is configured to transfer KV caches, which this scheduler does not have.
     """
 
     def __init__(self, vllm_config: Any, log_stats: bool = False, **_: Any) -> None:
@@ -278,7 +283,10 @@ class PlainScheduler(SchedulerInterface):
         return output
 
     def _next(self) -> str:
-        """Return the id of the waiting request that is started next: the oldest one of the lowest priority."""
+        """Return the id of the waiting request that is started next.
+
+        That is the oldest one; with the policy "priority", the oldest among those with the lowest priority value.
+        """
         if not self._by_priority:
             return next(iter(self._waiting))
         return min(self._waiting, key=lambda req_id: of_request(self._waiting[req_id].request.priority))
@@ -346,7 +354,7 @@ class PlainScheduler(SchedulerInterface):
         return ended
 
     def get_num_unfinished_requests(self) -> int:
-        """Return how many requests the next step can work on."""
+        """Return how many requests the next step can work on, in the current pause state."""
         if self._pause is PauseState.PAUSED_ALL:
             return 0
         waiting = len(self._waiting) if self._pause is PauseState.UNPAUSED else 0
@@ -356,7 +364,7 @@ class PlainScheduler(SchedulerInterface):
         return request_id in self._running or request_id in self._waiting or request_id in self._refused
 
     def has_finished_requests(self) -> bool:
-        """Return whether requests have ended whose end is not sent to the worker yet."""
+        """Return whether the next step must send the worker the ids of ended requests."""
         return bool(self._ended)
 
     def get_request_counts(self) -> tuple[int, int]:

@@ -24,7 +24,8 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
         program: process id of a user's program, any thread of which may have started the replica; the replica ends when
             the program ends. None: no user's program has started it.
         epoch: distinguishes this process from earlier processes of the same replica name.
-        proof: the head's proof for the coordinator that the head has assigned name and epoch.
+        proof: token that shows the coordinator that the head (the process of `vllm serve`) has assigned this name and
+            epoch.
         events: the coordinator's address for replicas; None: there is no coordinator.
         interval_s: seconds between two heartbeats.
         host: address under which other hosts reach this host; "" if they cannot.
@@ -45,7 +46,7 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
     ports: tuple[int, int] | None = None
 
     def variable(self) -> dict[str, str]:
-        """Return the identity as an environment variable."""
+        """Return {name: value} of the environment variable that passes the identity to the replica's process."""
         return {VARIABLE: msgspec.json.encode(self).decode()}
 
     @classmethod

@@ -9,8 +9,8 @@ FORGET = 0.95
 """Factor by which each later step reduces the weight of a step: about the last 20 steps count."""
 
 LEAST_SPREAD = 0.01
-"""If the variance of the steps' token counts is below this share of their mean square, a token's cost is not estimated
-apart from the step's."""
+"""If the variance of the steps' token counts is below this share of their mean square, the counts are too similar to
+estimate two values: the fixed time of a step is then taken as 0."""
 
 
 class StepBudget:
@@ -34,7 +34,7 @@ class StepBudget:
         self._xy = FORGET * self._xy + tokens * seconds
 
     def tokens(self, most: int) -> int:
-        """Return how many tokens a step may have by the estimate, from 1 to `most`."""
+        """Return the largest number of tokens, from 1 to `most`, whose step lasts at most `limit_s` by the estimate."""
         token_s, step_s = self.cost()
         left_s = self._limit_s - step_s
         if token_s <= 0 or left_s >= most * token_s:
@@ -42,7 +42,7 @@ class StepBudget:
         return 1 if left_s <= token_s else int(left_s / token_s)
 
     def cost(self) -> tuple[float, float]:
-        """Return (seconds per token, seconds of a step without tokens): the least-squares line through all steps."""
+        """Return (seconds per token, seconds of a step without tokens), fitted to the steps by least squares."""
         if not self._x:
             return 0.0, 0.0
         x, y, xx = self._x / self._weight, self._y / self._weight, self._xx / self._weight

@@ -1,10 +1,11 @@
-"""Detects a hung engine loop of a replica (it has work, but begins no new iteration, a turn), and ends the process.
+"""Detects a hung engine loop of a replica, and ends the process.
 
-Other threads of the process go on during a hang, so their heartbeats do not show the state of the loop. The loop counts
-its turns and its steps in a `LoopClock`; a thread reads the clock. The loop has work unless it waits for its empty
-input queue. A loop with work that does not turn within the limit makes the replica unresponsive: it sends no
-heartbeat. After 1.5 times the limit the process is ended; its supervisor moves its requests to other replicas and
-starts it again. A call (a utility of vLLM: sleep, LoRA load, `collective_rpc`) has its own limit, `CALL_LIMIT_S`.
+A loop is hung if it has work but begins no new iteration (a turn) within a limit. Other threads of the process run
+during a hang, so their heartbeats do not show the state of the loop. The loop therefore counts its turns and steps in a
+`LoopClock`, which a thread (`StepWatch`) reads. The loop has work unless it waits for its empty input queue. After the
+limit without a turn, the replica sends no heartbeats. After 1.5 times the limit, the process is ended; its supervisor
+moves its requests to other replicas and starts it again. A call (a utility of vLLM: sleep, LoRA load, `collective_rpc`)
+has its own limit, `CALL_LIMIT_S`.
 
 A step that never releases Python's global interpreter lock stops that thread, too. For this case, the thread restarts
 a timer of the operating system at every reading. When the timer expires, the stacks of all threads are written into
@@ -71,7 +72,7 @@ class LoopClock:
         self._inputs = inputs
 
     def read(self) -> tuple[int, int, int]:
-        """Return three counters; each turn and each step changes one of them."""
+        """Return (`begun`, `ended`, `turns`); equal results of two calls show that the loop made no progress."""
         return self.begun, self.ended, self.turns
 
     @property
@@ -208,7 +209,12 @@ class StepWatch:
 
 
 def end_hung_process(name: str, limit_s: float) -> None:
-    """Log that this replica's engine loop is hung, and kill this process, which the loop cannot end."""
+    """Log that this replica's engine loop is hung, and kill this process with SIGKILL.
+
+    Args:
+        name: the replica's name, for the log.
+        limit_s: the limit that the loop has exceeded, in seconds.
+    """
     message = "%s: its engine loop has not turned for more than %g s; the process is killed and started again"
     log.error(message, name, limit_s)
     os.kill(os.getpid(), signal.SIGKILL)

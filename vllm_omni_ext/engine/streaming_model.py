@@ -26,7 +26,7 @@ class StreamingInputBase:
 
     @staticmethod
     def get_model_state_cls() -> type:
-        """Return the model state with which Model Runner V2 reads the input rows."""
+        """Return the class of the model state with which Model Runner V2 reads the input embeddings."""
         from vllm_omni_ext.engine.model_state import StreamingInputModelState
 
         return StreamingInputModelState

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels that vLLM's own warm-up leaves to the first requests."""
+"""Compiles the Triton kernels that vLLM's own warm-up does not compile, so that the first requests do not wait."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 ENCODED_ROWS = (16, 4)
-"""Numbers of patches. Triton compiles a multiple of 16 apart from other integers; encoders merge four patches."""
+"""Numbers of patches with which a media encoder's kernel is run. Triton compiles one variant for multiples of 16 and
+one for other integers. Encoders merge four patches, so a number of patches is a multiple of 4."""
 
 MOST_TUNED_TOKENS = 4096
-"""The largest step with tiles of its own in the files of vLLM's fused MoE kernel."""
+"""Largest number of tokens for which the tuning files of vLLM's fused MoE kernel have an entry."""
 
 
 @torch.inference_mode()
 def build_last_kernels(runner: Any) -> None:
-    """Run the kernels of sampling, of media encoders and of experts with all shapes that Triton compiles apart.
+    """Run the kernels of sampling, of media encoders and of experts with all shapes that Triton compiles separately.
+
+    `StageWorker` calls this function at the end of the start-up, on CUDA.
 
     Args:
         runner: vLLM's model runner, of either version, with its KV cache, before the graphs are captured.
@@ -49,9 +52,10 @@ def encoder_attention(modules: Iterable[torch.nn.Module]) -> torch.nn.Module | N
 def token_counts(captured: int, most: int) -> list[int]:
     """Return numbers of tokens of steps that use every variant of vLLM's fused MoE kernel, ascending.
 
-    vLLM's tuned tiles are for 2^n and 3 * 2^n tokens, and its default tiles change at some of them. A step takes the
-    nearest ones. Triton compiles a multiple of 16 apart from other integers: tokens times experts a token is one for
-    multiples of 8 tokens, and not for odd numbers with 6 or 8 experts.
+    vLLM has tuned tile sizes for 2^n and 3 * 2^n tokens, and its default tile sizes change at some of these numbers. A
+    step uses the tile sizes of the nearest number. Triton compiles one variant for multiples of 16 and one for other
+    integers. The kernel's argument is tokens times experts per token. With 6 or 8 experts it is a multiple of 16 for
+    multiples of 8 tokens, but not for odd numbers of tokens.
 
     Args:
         captured: largest number of tokens of a captured graph; smaller steps run in a graph. 0: no graphs.

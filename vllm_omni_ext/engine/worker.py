@@ -107,7 +107,11 @@ class StageWorker(_Worker):  # type: ignore[misc]
         return made
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step. A seeded request from a lost replica skips the random numbers that were drawn there."""
+        """Run one step.
+
+        For a seeded request that continues the work of a lost replica, the random generator is advanced past the
+        numbers that the lost replica has drawn, before the request is sampled here.
+        """
         runner = self.model_runner
         seeded = _seeded(runner, scheduler_output)
         out = super().execute_model(scheduler_output)
@@ -152,7 +156,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
             runner.kv_connector.set_disabled(False)
 
     def transfer_counters(self) -> dict[str, float]:
-        """Return the counters of KV transfers since the start (read through `collective_rpc`)."""
+        """Return this worker's counters of KV transfers since the start, by name; called through `collective_rpc`."""
         if not has_kv_transfer_group():
             return {}
         return get_kv_transfer_group().totals()
@@ -166,7 +170,7 @@ class StageWorker(_Worker):  # type: ignore[misc]
 
 
 def _seeded(runner: Any, step: SchedulerOutput) -> dict[str, int]:
-    """Return the number of tokens that a lost replica has sampled, for each new seeded request that comes from one.
+    """Return, by request id, the number of tokens that a lost replica has sampled for a new seeded request.
 
     The result is empty for Model Runner V2, whose random numbers depend on seed and position, not on a generator.
     """
@@ -231,7 +235,7 @@ class HiddenStatesExportWorker(StageWorker):
     def layer_to_export(self) -> int | None:
         """Return the number of layers after which the hidden states are taken, 0 = the input embeddings.
 
-        None: the output of the whole model, from which it samples. Every model has that one.
+        None: the hidden states after the whole model, from which it samples; every model supports None.
 
         Raises:
             ConfigError: `additional_config` does not name the layer.
@@ -257,7 +261,11 @@ class HiddenStatesExportWorker(StageWorker):
         return self._exporter.steps
 
     def forget_hidden_states(self, names: Sequence[str]) -> None:
-        """Free hidden states, by their names, that no stage will receive (called through `collective_rpc`)."""
+        """Free stored hidden states that no stage will receive; called through `collective_rpc`.
+
+        Args:
+            names: names in the connector (`HiddenStatesChunkReady.name`).
+        """
         self._queue.forget(names)
 
     def hidden_states_held(self) -> int | None:
@@ -289,7 +297,7 @@ class HiddenStatesExportWorker(StageWorker):
         return out
 
     def _restore(self, changes: StepChanges) -> dict[str, Restored]:
-        """Return, by request, the exported hidden states that are read from kept blocks instead of being computed."""
+        """Return, by request id, the exported hidden states that are read from kept blocks and not computed."""
         restored = {}
         for req_id, (start, slots) in changes.restore.items():
             if (found := self._exporter.restore(req_id, start)) is not None:
@@ -299,7 +307,7 @@ class HiddenStatesExportWorker(StageWorker):
     def _rows_to_keep(
         self, computed: dict[str, ExportedSlice], changes: StepChanges
     ) -> dict[str, list[tuple[slice, int]]]:
-        """Return, by request, the rows of its computed hidden states that are kept, with their slots."""
+        """Return, by request id, (rows of the computed hidden states, slot) for each block in which rows are kept."""
         keep: dict[str, list[tuple[slice, int]]] = {}
         for req_id, new in computed.items():
             for start, stop, slot in changes.keep.get(req_id, ()):
@@ -329,7 +337,8 @@ class HiddenStatesExportWorker(StageWorker):
 def _answers() -> bool:
     """Return whether the engine reads this worker's output.
 
-    Only this worker sends hidden states: they are equal in all workers of a replica.
+    Only that worker stores hidden states for the next stage, since the hidden states are equal in all workers of a
+    replica.
     """
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
@@ -337,9 +346,9 @@ def _answers() -> bool:
 class StreamingInputWorker(StageWorker):
     """Runs a `StreamingInputModel`, whose `InputProvider` makes the input embeddings and the stage's outputs.
 
-    Chunks and hidden states come with the steps of `StreamingInput`, which has received them. Steps that
-    `StreamingInput` has not scheduled are vLLM's own warm-up steps (V2 runs them through the worker). They run as in
-    vLLM's worker.
+    The scheduler (`scheduler.StreamingInput`) receives chunks and hidden states, and attaches them to the steps that
+    use them. A step without these attributes is one of vLLM's warm-up steps (V2 runs them through the worker) and runs
+    as in vLLM's worker.
     """
 
     _warming_up = True
@@ -405,7 +414,10 @@ class StreamingInputWorker(StageWorker):
         return None if stage_input.payload is None else msgspec.convert(stage_input.payload, payloads)
 
     def _receive(self, req_id: str, arrived: Sequence[torch.Tensor | Lost]) -> None:
-        """Add hidden states to a request; a request whose hidden states are lost ends with an error after this step."""
+        """Pass arrived hidden states of a request to the input provider.
+
+        A request whose hidden states are lost (`Lost`) ends with an error after this step.
+        """
         if self._receiving is None:
             self._receiving = set()
         self._receiving.add(req_id)

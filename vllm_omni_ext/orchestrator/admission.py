@@ -1,4 +1,8 @@
-"""Plans requests between vLLM's handlers and the orchestrator: registers their options, and starts their flows."""
+"""Validates and plans client requests, before the orchestrator starts them.
+
+vLLM's handlers know nothing of stages. `Admission` stores the options and the plan of a request in a `Ticket` while
+vLLM's handlers process the request, and then starts the request's flow (`plugins.flow.Flow`) in the orchestrator.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ TEXT_OPTIONS = {
     "prompt_logprobs": "prompt_logprobs",
     "response_format": "structured_outputs",
 }
-"""Fields of requests whose values vLLM uses with the text of the frontend only: attribute of `SamplingParams`."""
+"""Request field -> attribute of `SamplingParams`, for fields that vLLM applies to the text of its output only."""
 
 PRIORITY: ContextVar[int] = ContextVar("priority", default=0)
 """Priority of the current HTTP request, from vLLM's header; for requests whose API has no field of its own for it."""
@@ -38,15 +42,17 @@ PRIORITY: ContextVar[int] = ContextVar("priority", default=0)
 
 @dataclass(kw_only=True)
 class Ticket:
-    """The options and the plan of a request, kept here while vLLM's handlers process the request.
+    """The options and the plan of a request, stored by `Admission` while vLLM's handlers process the request.
 
     Attributes:
-        all_text: each output has all text so far, also if the handler needs the last output only.
-        watch: called with the observer's record of the request; with `n` answers, once for each.
-        priority: for every stage of a request that is not sent to the frontend; the lowest is scheduled first.
+        options: modalities and stage parameters that the client has chosen.
+        all_text: every `RequestOutput` contains all text so far (`RequestOutputKind.CUMULATIVE`).
+        watch: called with the `RequestTrace` of the request when it starts; with `n` answers, once for each.
+        priority: priority in every stage, for a request without an engine request of vLLM's handlers; the lowest is
+            scheduled first.
         planned: the plan; None before `Admission.admit`.
-        actions: the first actions of the flow.
-        sink: the queue for the chunks and errors of the request; None if only the frontend answers it.
+        actions: the first actions of the flow, from `Flow.begin`.
+        sink: the queue for the output chunks and errors of the request; None if only the frontend stage answers it.
     """
 
     options: RequestOptions
@@ -64,14 +70,14 @@ class Ticket:
 
 
 class Admission:
-    """Plans requests; one per API server.
+    """Validates and plans client requests; one per API server.
 
-    A ticket holds the plan of a request. It is registered under a random key, which clients cannot guess.
-    `extra_args[TICKET]` holds the key; vLLM copies it from the handler to `generate`. `generate` replaces it by a
-    second key, which the engine request has.
+    A `Ticket` is registered under a random key, which clients cannot guess. An HTTP handler puts the key into
+    `extra_args[TICKET]`, and vLLM copies it to `AsyncOmni.generate`. That method plans the request, and registers the
+    ticket again under a second key in `extra_args` of the engine request, which `open` reads.
 
     Args:
-        model_frontend: name that flows use for the frontend stage.
+        model_frontend: name that flows use for the frontend, i.e. the stage that answers with vLLM's text output.
         default_modalities: modalities of a request that names none, comma-separated; None: the model's own default.
         max_media_tokens: most tokens of an image, a video or a sound; None: no limit.
 
@@ -110,7 +116,7 @@ class Admission:
         return key
 
     def expect(self, ticket: Ticket) -> str:
-        """Register a request before it is submitted; return the key for its `extra_args[TICKET]`.
+        """Register a ticket for a request that vLLM's handler will process; return its key for `extra_args[TICKET]`.
 
         Raises:
             RequestError: the options are invalid.
@@ -123,9 +129,13 @@ class Admission:
         self._tickets.pop(key, None)
 
     def ticket(self, params: Any, options: RequestOptions | None) -> Ticket:
-        """Return a request's ticket: a new one for `options`, the one registered by `expect`, or one for the defaults.
+        """Return the ticket of a request that is submitted, and remove the reserved keys from its `extra_args`.
 
-        Removes the keys of `extra_args` that stages read: clients must not set them.
+        The ticket is a new one if `options` are given, else the one that `expect` has registered, else a new one with
+        the default options. Stages read the reserved keys, so clients must not set them.
+
+        Args:
+            params: the request's vLLM parameters; may be None.
 
         Raises:
             RequestError: `options` are invalid.
@@ -148,9 +158,10 @@ class Admission:
         """Check and plan a request, and store the plan in its ticket; called once per request.
 
         Args:
+            request: the tokenized prompt.
             answers: number of answers (`n`).
-            params: the client's parameters for the frontend; None if the frontend takes others, or the request has no
-                prompt for it.
+            params: the client's parameters for the frontend stage; None if that stage has its own type of parameters,
+                or if the request has no prompt for it.
 
         Raises:
             RequestError: the request cannot be served.
@@ -172,10 +183,10 @@ class Admission:
         ticket.sink = None if alone else asyncio.Queue()
 
     def refuse_unused(self, ticket: Ticket) -> None:
-        """Refuse parameters that a field named after a stage sets if the planned request does not use the stage.
+        """Refuse a planned request whose body has a field with parameters for a stage that the plan does not use.
 
         Raises:
-            RequestError: names the field.
+            RequestError: the field, which is named after the stage, is its `parameter`.
         """
         assert ticket.planned is not None, "the request was admitted"
         for stage in sorted(ticket.options.named - ticket.planned.flow.stages):
@@ -194,7 +205,9 @@ class Admission:
                 )
 
     def attach(self, ticket: Ticket, request: EngineCoreRequest) -> str:
-        """Write the plan into the client's engine request; register the ticket for `open`, return its key.
+        """Write the plan into the engine request that vLLM made for the frontend; register the ticket for `open`.
+
+        Returns the ticket's key, which is also written into the engine request's `extra_args`.
 
         The caller must pass the key to `withdraw` when the request has ended.
         """
@@ -210,7 +223,10 @@ class Admission:
         return key
 
     async def open(self, request: EngineCoreRequest) -> None:
-        """Start the flow of a client's engine request; with several answers (`n`), vLLM calls this for each answer."""
+        """Start the flow of the engine request that vLLM made from a client's request.
+
+        vLLM's engine client calls this method instead of sending the engine request; for `n` answers, `n` times.
+        """
         params = request.sampling_params
         extra = (params.extra_args if params is not None else None) or {}
         ticket = self._tickets.get(extra.get(TICKET, "")) or Ticket(options=self._default)
@@ -221,7 +237,13 @@ class Admission:
     async def start(
         self, ticket: Ticket, request_id: str, external_id: str, request: EngineCoreRequest | None = None
     ) -> None:
-        """Start the flow of a request; `request` is None if the flow does not use the frontend."""
+        """Start the flow of a request in the orchestrator.
+
+        Args:
+            request_id: unique id inside this API server.
+            external_id: the caller's id.
+            request: vLLM's engine request; None if nothing is forwarded to the frontend.
+        """
         planned = ticket.planned or Planned(flow=ForwardFlow(self._frontend))
         await self._orchestrator.open(
             Opened(
@@ -242,10 +264,10 @@ class Admission:
 
 
 def _refuse_text_options(params: SamplingParams, stage: str) -> None:
-    """Refuse parameters that need the frontend's text, for a request whose flow opens the frontend itself.
+    """Refuse `TEXT_OPTIONS` in a request whose flow opens the frontend itself, so that vLLM makes no text of it.
 
     Raises:
-        RequestError: names the parameter, as a field of `/v1/chat/completions`.
+        RequestError: `parameter` is the field of `/v1/chat/completions`.
     """
     for field, attribute in TEXT_OPTIONS.items():
         if getattr(params, attribute) not in (None, [], ""):

@@ -17,7 +17,7 @@ _ENDED = object()
 
 
 async def chunks(sink: asyncio.Queue[Any]) -> Answer:
-    """Yield the chunks from a request's queue up to `END`; raise an error that is in the queue."""
+    """Yield the output chunks from a request's queue (`Ticket.sink`) up to `END`; raise an error from the queue."""
     while (item := await sink.get()) is not END:
         if isinstance(item, BaseException):
             raise item
@@ -25,7 +25,7 @@ async def chunks(sink: asyncio.Queue[Any]) -> Answer:
 
 
 async def merged(*sources: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield the items of several sources in order of arrival; raise the first error. Closes `sources`."""
+    """Yield the items of several generators in order of arrival; raise the first error. Closes all generators."""
     out = asyncio.Queue[Any]()
     tasks = [asyncio.create_task(_pump(source, out)) for source in sources]
     left = len(tasks)
@@ -57,7 +57,7 @@ async def _pump(source: AsyncGenerator[Any, None], out: asyncio.Queue[Any]) -> N
 
 
 async def with_first(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield `first`, which was read from a source before, then the rest of the source. Closes `rest`."""
+    """Yield `first`, an item that was already read from a generator, then the items of `rest`. Closes `rest`."""
     async with contextlib.aclosing(rest):
         yield first
         async for item in rest:
@@ -65,7 +65,7 @@ async def with_first(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGene
 
 
 async def until(limit_s: float, source: Answer) -> Answer:
-    """Yield items for `limit_s` seconds, then close the source and raise RequestFailed."""
+    """Yield the items of `source`; if it has not ended after `limit_s` seconds, close it and raise RequestFailed."""
     end = asyncio.get_running_loop().time() + limit_s
     async with contextlib.aclosing(source):
         while True:

@@ -15,9 +15,9 @@ adds fewer tokens than that, so the whole text is too long too."""
 
 
 def needed(tokenizer: Any, text: str, limit: int, *, from_end: bool = False) -> int:
-    """Return a number of characters that certainly have more than `limit` tokens, or the length of the text.
+    """Return a number of characters of `text` that certainly have more than `limit` tokens.
 
-    The length of the text is returned if no such number was found: the text may fit.
+    If no such number was found, the text may fit, and the length of the whole text is returned.
 
     Args:
         tokenizer: vLLM's tokenizer.

@@ -25,7 +25,7 @@ class Effect(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRequest:
-    """The engine request that vLLM made from a client's request, for the frontend.
+    """The engine request that vLLM made from a client's request, for the frontend (the stage of vLLM's text output).
 
     Attributes:
         request: vLLM's `EngineCoreRequest`; the machine does not read it.
@@ -46,7 +46,7 @@ class ClientRequest:
 
 
 class Opened(Event, frozen=True, kw_only=True):
-    """A planned request was submitted.
+    """A planned request was submitted (`Admission.start`).
 
     Attributes:
         request_id: unique among all requests.
@@ -57,7 +57,7 @@ class Opened(Event, frozen=True, kw_only=True):
         budgets: largest number of tokens that a stage may generate, by stage.
         arrival: Unix time, seconds.
         priority: the request's priority in every stage; the lowest is scheduled first.
-        watch: called with the observer's record of the request.
+        watch: called with the `RequestTrace` of the request.
     """
 
     request_id: str
@@ -79,7 +79,7 @@ class Output(Event, frozen=True, kw_only=True):
 
     Attributes:
         engine_id: the engine's id of the request.
-        payload: the decoded tensor of the output.
+        payload: the message or the decoded data in the output's tensor; None without a tensor.
         hidden_states: (address of the replica's store, name) of hidden states that the replica has stored; None if the
             output reports none.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
@@ -125,7 +125,11 @@ class SendFailed(Event, frozen=True):
 
 
 class ReplicaAnnounced(Event, frozen=True):
-    """A replica is starting or may come back, so requests may wait for it; `coming=False`: it is expected no longer."""
+    """A replica is starting or may come back, so requests of its stage may wait.
+
+    Attributes:
+        coming: False: the replica is expected no longer.
+    """
 
     replica: ReplicaId
     coming: bool = True
@@ -181,7 +185,12 @@ class ToReplica(Effect, frozen=True):
 
 
 class Send(ToReplica, frozen=True):
-    """Base class of messages to a replica that become an `EngineCoreRequest`."""
+    """Base class of messages to a replica that become an `EngineCoreRequest`.
+
+    Attributes:
+        request_id: id of the request in this API server.
+        engine_id: id of the request in the engine.
+    """
 
     request_id: str
     engine_id: str
@@ -208,7 +217,8 @@ class SendOpen(Send, frozen=True, kw_only=True):
 
     Attributes:
         budget: most tokens that the stage may generate; None: the stage's own limit.
-        side, kv: as in `SendPrompt`; a stage that is not split has the side "whole".
+        side: the stage's work; "whole" for a stage without prefill and decode replicas.
+        kv: for the side "decode", the transfer parameters of the prompt's KV cache.
     """
 
     action: Open
@@ -226,7 +236,11 @@ class SendChunk(Send, frozen=True, kw_only=True):
 
 
 class SendPart(Send, frozen=True, kw_only=True):
-    """Send one part of a stream (see `plugins.flow.Submit`)."""
+    """Send one part of a stream (see `plugins.flow.Submit`).
+
+    Attributes:
+        stream: the stream's name in engines, unique for each attempt (`Binding.stream`).
+    """
 
     stream: str
     action: Submit
@@ -235,7 +249,12 @@ class SendPart(Send, frozen=True, kw_only=True):
 
 
 class SendStreamEnd(Send, frozen=True, kw_only=True):
-    """End a stream, so that the stage frees its state. `action` sent the last part; it is not sent again."""
+    """End a stream early, so that the stage frees the stream's state. Without effect if the stream has ended.
+
+    Attributes:
+        stream: the stream's name in engines, unique for each attempt (`Binding.stream`).
+        action: the latest part that was sent; it supplies the stage and the kind of request, and is not sent again.
+    """
 
     stream: str
     action: Submit
@@ -243,7 +262,11 @@ class SendStreamEnd(Send, frozen=True, kw_only=True):
 
 
 class SendKVRelease(Send, frozen=True, kw_only=True):
-    """Send a decode replica the release of a KV cache that no replica will fetch; it makes the source free it."""
+    """Make a decode replica tell a prefill replica to free a KV cache that no replica will fetch.
+
+    Attributes:
+        kv: transfer parameters of the KV cache.
+    """
 
     kv: Mapping[str, Any]
 
@@ -255,16 +278,20 @@ class AbortEngineRequests(ToReplica, frozen=True):
 
 
 class FreeHiddenStates(ToReplica, frozen=True):
-    """Free stored hidden states on a replica, because no stage will read them any more."""
+    """Free stored hidden states on a replica, because no stage will read them any more.
+
+    Attributes:
+        name: name of the hidden states in the replica's connector.
+    """
 
     name: str
 
 
 class Accept(Effect, frozen=True):
-    """The output belongs to a request; without this effect it is dropped.
+    """The output that is being handled belongs to a request; without this effect the output is dropped.
 
     Attributes:
-        name: the request's name.
+        name: id of the request in this API server; for a second computation of its prompt, that computation's name.
         to_client: vLLM's output processor receives the output, with `name` as its request id.
     """
 
@@ -273,7 +300,7 @@ class Accept(Effect, frozen=True):
 
 
 class ToCaller(Effect, frozen=True):
-    """Put an output chunk into the caller's queue, or `END` after the last chunk."""
+    """Put an item into the caller's queue: an output chunk, or `END` after the last chunk."""
 
     sink: Any
     item: Any

@@ -1,4 +1,7 @@
-"""Passes events to the request machine, and executes the effects that it returns. It makes no decision itself."""
+"""Passes events to the request machine (`machine.RequestMachine`), and executes the effects that the machine returns.
+
+The orchestrator makes no decision itself.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ FREE_HIDDEN_STATES = "forget_hidden_states"
 """Name of the worker's method that frees stored hidden states."""
 
 NEW_INPUT = m.SendPrompt | m.SendOpen | m.SendChunk | m.SendPart
-"""Queued messages that are dropped when their replica is lost: another replica gets their content."""
+"""Types of queued messages that are dropped when their replica is lost, as another replica gets the same input."""
 
 
 class Replica(Protocol):
@@ -55,12 +58,13 @@ class Orchestrator:
     Each API server has one orchestrator, which runs in the server's event loop.
 
     Args:
-        runtime: decodes the tensors of stage outputs.
-        pools: one per stage.
+        settings: settings of the request machine.
+        runtime: the plugin's code that decodes the tensors of stage outputs.
+        pools: one pool of replicas per stage, by stage.
         replicas: clients of all replicas, by id.
         requests: builds engine requests.
         observer: records requests and replicas; None: nothing is recorded.
-        failed: called for every failed request.
+        failed: called with (request id, error) for every failed request.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Orchestrator:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def require(self, flow: Flow) -> None:
-        """Check that all stages of a flow are available, before the first of them gets the request.
+        """Check that all stages of a flow are available, before the request is sent to any stage.
 
         Raises:
             StageUnavailable: a stage that the flow may use has no live replica and can get none.
@@ -125,7 +129,7 @@ class Orchestrator:
         return self.machine.unavailable(stages)
 
     async def open(self, event: m.Opened) -> None:
-        """Start a request. An error is put into its sink and passed to `failed`."""
+        """Start a planned request. An error is put into the request's sink (a queue) and passed to `failed`."""
         await self._shielded(event)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
@@ -137,7 +141,7 @@ class Orchestrator:
         await self._shielded(*map(m.TextStopped, request_ids))
 
     async def text_only(self, request_ids: Iterable[str]) -> None:
-        """End all outputs of requests but their text, which continues; unknown ids are ignored."""
+        """End all outputs of these requests except vLLM's text output, which continues; unknown ids are ignored."""
         await self._shielded(*map(m.TextOnly, request_ids))
 
     def fail_all(self, error: OmniError) -> None:
@@ -149,7 +153,11 @@ class Orchestrator:
     # -- replicas -----------------------------------------------------------------------------------------------
 
     def announce(self, replica: ReplicaId, *, coming: bool = True) -> None:
-        """Let requests wait for a replica that is starting or may come back; `coming=False`: no longer."""
+        """Let requests wait for a replica that is starting or may come back.
+
+        Args:
+            coming: False: the replica is expected no longer.
+        """
         self._decide(m.ReplicaAnnounced(replica, coming))
 
     async def replica_up(self, replica: Replica) -> None:
@@ -159,10 +167,11 @@ class Orchestrator:
         await self._apply(m.ReplicaUp(replica.id))
 
     async def replica_down(self, replica: ReplicaId, reason: str, *, ended: bool = True) -> tuple[str, ...]:
-        """Remove a lost replica: other replicas of its stage take over its requests, at once or when one is up.
+        """Remove a lost replica. Other replicas of its stage take over its requests, at once or when one is up.
 
         Args:
-            ended: the process has ended; False: it does not answer.
+            reason: why the replica is lost, for error messages.
+            ended: the replica's process has ended; False: it does not answer.
 
         Returns:
             The ids of the engine requests that the replica had.
@@ -175,7 +184,7 @@ class Orchestrator:
         return known
 
     async def replica_ended(self, replica: ReplicaId, reason: str) -> None:
-        """Record the end of a process whose replica was removed before because it did not answer."""
+        """Record the end of a replica's process. The replica was removed before, because it did not answer."""
         await self._apply(m.ReplicaEnded(replica, reason))
 
     async def never_up(self, replica: ReplicaId, reason: str) -> None:
@@ -185,7 +194,9 @@ class Orchestrator:
     # -- outputs ------------------------------------------------------------------------------------------------
 
     async def produced(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
-        """Handle one engine output. Remove its tensor, and its tokens if the request has left this replica.
+        """Handle one engine output: pass it to the request machine, and send the messages that result.
+
+        The output's tensor is removed, and so are its tokens if the request has ended or is on another replica now.
 
         Returns:
             True if vLLM's output processor must receive the output; its `request_id` is then the client's.
@@ -224,7 +235,7 @@ class Orchestrator:
     # -- effects ------------------------------------------------------------------------------------------------
 
     async def _shielded(self, *events: m.Event) -> None:
-        """Do the same as `_apply`, but continue when the caller is cancelled."""
+        """Call `_apply` in a task of its own, which continues if the caller is cancelled."""
         await asyncio.shield(self._spawn(self._apply(*events)))
 
     async def _apply(self, *events: m.Event) -> None:

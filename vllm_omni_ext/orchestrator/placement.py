@@ -1,8 +1,9 @@
-"""Binds requests to replicas, and keeps those that wait for a replica or for input. Pure.
+"""Binds requests to replicas, and records requests that wait for a replica or for input. Pure.
 
 A request that was on a replica when the replica was lost is a suspect: it may have ended the replica's process. Each
-replica runs one suspect at a time (a trial), so that a second lost process identifies the request; other suspects wait.
-A trial ends after `TRIAL_OUTPUTS` outputs, when the stage has ended the request, or when the replica is lost.
+replica runs one suspect at a time, which is then on trial. So if another process ends, the suspect that ended it is
+known. Other suspects wait. A trial ends after `TRIAL_OUTPUTS` outputs, when the stage has ended the request, or when
+the replica is lost.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Settings:
     """Settings of the request machine.
 
     Attributes:
-        frontend: name in the plan of the stage that answers the client's own engine requests.
-        model_frontend: name of the same stage in flows; "" = the same name.
+        frontend: name in the plan of the frontend, i.e. of the stage that runs vLLM's engine requests for clients.
+        model_frontend: name of the frontend in flows; "" = also `frontend`.
         prefill: the stage that computes prompts for the frontend; None: the frontend computes them itself.
         wait_s: seconds that a request waits for a replica of a stage that has none but may get one.
         joinable: replicas may join without announcement (from other hosts).
@@ -54,7 +55,9 @@ class Settings:
 
 
 class Placement:
-    """Holds the bindings of all requests (one for each stage of a request), and their waits and deadlines.
+    """Holds the bindings of all requests, and their waits and deadlines.
+
+    A `Binding` is the state of one request in one stage, e.g. its replica.
 
     Args:
         pools: one per stage; only this class binds requests to replicas.
@@ -82,7 +85,7 @@ class Placement:
         self._observer = observer
 
     def __len__(self) -> int:
-        """Return the number of bindings with a replica, waits for a replica, and input deadlines."""
+        """Return the sum of: bindings with a replica, bindings that wait for a replica, and input deadlines."""
         return sum(map(len, self._bound.values())) + len(self.waiting) + len(self._input_due)
 
     def may_get_replica(self, stage: str) -> bool:
@@ -101,7 +104,8 @@ class Placement:
         `take_waiting` or `take_suspect` returns a waiting request later; it must then be opened again.
 
         Args:
-            cached: the stage has a prefix cache, so a replica that has had the session or media is preferred.
+            cached: the stage has a prefix cache, so a replica that had a request with the same session or media is
+                preferred.
 
         Raises:
             StageUnavailable: the stage has no replica and can get none.
@@ -138,8 +142,9 @@ class Placement:
     def _free_for_suspects(self, stage: str) -> set[ReplicaId]:
         """Return the replicas of a stage that may get a suspect of this API server now.
 
-        The replicas are divided among the API servers, so that no replica has suspects of two servers. With fewer
-        replicas than servers, some servers share one.
+        A suspect is a request that may have ended the process of a lost replica. The replicas are divided among the API
+        servers, so that no replica has suspects of two servers. With fewer replicas than servers, some servers share
+        one.
         """
         open_now = self.pools[stage].open_replicas
         known = sorted({*open_now, *(each for each in self.announced if each.stage == stage)})
@@ -148,7 +153,11 @@ class Placement:
         return {replica for replica in open_now if replica in own} - self._trials.keys()
 
     def output(self, binding: Binding) -> None:
-        """Record an output for the binding; a suspect's trial ends after `TRIAL_OUTPUTS` of them."""
+        """Record an output of a request in a stage.
+
+        If the request is a suspect, i.e. may have ended the process of a lost replica, this may end its trial (see the
+        module's docstring).
+        """
         if binding.trial is not None and binding.trial > 0:
             binding.trial -= 1
             if not binding.trial:
@@ -161,7 +170,11 @@ class Placement:
             self.freed.add(binding.stage)
 
     def take_suspect(self) -> Binding | None:
-        """Return a waiting suspect for which there is a replica now, and end its wait; None if there is none."""
+        """Return a waiting suspect that can get a replica now, and end its wait; None if there is none.
+
+        A suspect is a request that may have ended the process of a lost replica. It gets a replica without another
+        suspect.
+        """
         while self.freed:
             stage = min(self.freed)
             free = stage in self.pools and self._free_for_suspects(stage)
@@ -173,7 +186,11 @@ class Placement:
         return None
 
     def route(self, binding: Binding, engine_id: str, part: Submit | None = None) -> None:
-        """Register the binding as the receiver of its replica's outputs with this engine id."""
+        """Register the binding as the receiver of its replica's outputs with this engine id.
+
+        Args:
+            part: the part of a stream that the engine request contains; None for a request without streams.
+        """
         assert binding.replica is not None
         binding.engine_ids[engine_id] = part
         self.routes.setdefault(binding.replica, {})[engine_id] = binding
@@ -185,7 +202,11 @@ class Placement:
         del self.routes[binding.replica][engine_id]
 
     def release(self, binding: Binding) -> tuple[ReplicaId, tuple[str, ...]] | None:
-        """Unbind a request from its replica, and end its waits; return (replica, engine ids), or None without one."""
+        """Unbind a request from its replica in one stage, and end its waits.
+
+        Returns:
+            (replica, ids of the engine requests there); None if the request was not bound.
+        """
         self.input_complete(binding)
         self._stop_waiting(binding)
         if (replica := binding.replica) is None:
@@ -200,12 +221,19 @@ class Placement:
         return replica, engine_ids
 
     def lose(self, replica: ReplicaId, *, ended: bool) -> tuple[list[Binding], Binding | None]:
-        """Remove a lost replica; return the bindings that it had, and the request that ended its process (or None).
+        """Remove a lost replica, and decide whether one of its requests has ended its process.
 
-        That request is the suspect on trial. If the replica also had a former suspect, whose trial was over, either may
-        have ended the process, and None is returned. With `MOST_LOSSES` losses the suspect on trial is returned in any
-        case: from the second loss on, a trial lasts until the stage has ended the request. A replica that does not
-        answer, e.g. because its host or network hangs, makes no suspects until its process has ended (`ended`).
+        The module's docstring defines suspects and trials. If the process has ended, the suspect on trial is assumed to
+        have ended it. If the replica also had a former suspect, whose trial was over, either may have ended the
+        process, and no request is blamed. With `MOST_LOSSES` losses the suspect on trial is blamed in any case: from
+        the second loss on, a trial lasts until the stage has ended the request.
+
+        Args:
+            ended: the replica's process has ended. False: the replica does not answer, e.g. because its host or network
+                hangs; its requests become no suspects until `ended` is called.
+
+        Returns:
+            (the bindings that the replica had; the binding of the blamed request, or None).
         """
         self.pools[replica.stage].remove(replica)
         self.routes.pop(replica, None)
@@ -226,25 +254,32 @@ class Placement:
         return lost, tried
 
     def ended(self, replica: ReplicaId) -> list[Binding]:
-        """Count a loss for each request of a replica that had stopped answering; return those with `MOST_LOSSES`."""
+        """Count a loss for each request that a replica had when it stopped answering; its process has ended now.
+
+        Returns:
+            The bindings with at least `MOST_LOSSES` losses in this stage.
+        """
         lost, stage = self._silent.pop(replica, []), replica.stage
         for binding in lost:
             binding.losses[stage] = binding.losses.get(stage, 0) + 1
         return [binding for binding in lost if binding.losses[stage] >= MOST_LOSSES]
 
     def clear_silence(self, replica: ReplicaId) -> None:
-        """Drop the list of requests of a replica that had stopped answering: it answers, or its end stays unknown."""
+        """Drop the list of requests that a replica had when it stopped answering.
+
+        Called when the replica answers again, or will never start.
+        """
         self._silent.pop(replica, None)
 
     def bound(self, stage: str) -> Iterator[Binding]:
-        """Iterate over the bindings of all replicas of a stage."""
+        """Iterate over the bindings of all requests that have a replica of a stage."""
         for replica in self.pools[stage].replicas:
             yield from self._bound.get(replica, ())
 
     # -- waits for a replica, and for input -------------------------------------------------------------------------
 
     def _wait(self, binding: Binding) -> None:
-        """Let a request wait for a replica; if it waits already, its deadline stays the same."""
+        """Let a request wait for a replica. The deadline of a request that waits already stays the same."""
         if binding.waiting_since is None:
             binding.waiting_since = self.now
             self.waiting[binding] = None
@@ -258,7 +293,7 @@ class Placement:
             self._count_waiting(binding.stage)
 
     def take_waiting(self, stage: str) -> list[Binding]:
-        """Return the requests that wait for a stage, in order of arrival, and end their waits."""
+        """Return the requests that wait for a replica of a stage, in order of arrival, and end their waits."""
         found = [binding for binding in self.waiting if binding.stage == stage]
         for binding in found:
             self._stop_waiting(binding)
@@ -268,7 +303,7 @@ class Placement:
         self._observer.waiting(stage, sum(binding.stage == stage for binding in self.waiting))
 
     def input_sent(self, binding: Binding, *, last: bool) -> None:
-        """Record input for a stage: restart the deadline for further input, or end it if the input was the last."""
+        """Record input that was sent to a stage: restart the deadline for the next input, or end it after the last."""
         if last:
             self.input_complete(binding)
             return
@@ -278,13 +313,16 @@ class Placement:
         binding.input_due_since = self.now  # only `expired` reads it: cheaper than a new deadline for each chunk
 
     def input_complete(self, binding: Binding) -> None:
-        """End the deadline for further input: the stage has all its input, or has ended the request."""
+        """End the deadline for further input, as the stage has all input of the request, or has ended the request."""
         if binding.input_due_since is not None:
             binding.input_due_since = None
             del self._input_due[binding]
 
     def expired(self) -> list[tuple[Binding, OmniError]]:
-        """Return the requests whose wait or input is too late, with their errors; set `deadline` for the others."""
+        """Return the requests that have waited too long for a replica or for input, each with its error.
+
+        `deadline` is set to the earliest limit of the other requests.
+        """
         found: list[tuple[Binding, OmniError]] = []
         self.deadline = inf
         for binding in self.waiting:
@@ -306,7 +344,7 @@ class Placement:
         return found
 
     def _is_due(self, at: float) -> bool:
-        """Return whether a time has passed; if not, it becomes `deadline` unless `deadline` is earlier."""
+        """Return whether the time `at` has passed; if not, set `deadline` to `at` unless `deadline` is earlier."""
         if at > self.now:
             self.deadline = min(self.deadline, at)
         return at <= self.now

@@ -1,7 +1,8 @@
 """Routes prompts through the frontend: in one stage, or with prefill and decode in separate stages. Pure.
 
-With separate stages, each attempt at a prompt has its own engine request in each of the two stages. The id of an engine
-request is never reused, so that late outputs of an earlier attempt are recognised.
+The frontend is the stage that runs vLLM's engine requests for clients. With separate stages, each attempt at a prompt
+has its own engine request in each of the two stages. The id of an engine request is never reused, so that late outputs
+of an earlier attempt are recognised.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from vllm_omni_ext.orchestrator.placement import Placement
 from vllm_omni_ext.orchestrator.state import KVCache, Prompt, RequestObserver, Routed
 
 MOST_KEPT = 4096
-"""Most pending releases of KV caches for each target replica, and most that wait for a target replica. Older ones are
-dropped: the source frees a KV cache itself after a time."""
+"""Most releases of KV caches that are pending for each decode replica, and most that wait for any decode replica. Older
+ones are dropped: the prefill replica frees a KV cache by itself after a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,12 @@ class Pair:
 class PromptRouter:
     """Sends each prompt to stage `source` for prefill, then to stage `target` for decode.
 
-    Without a source, or while it has no replica, `target` does both.
+    If `source` is None or has no replica, `target` does both.
 
     Args:
-        out: receives the effects, which are messages to replicas.
+        out: called with each effect, i.e. each message to a replica.
+        target: the frontend; with separate stages, its decode stage.
+        source: the prefill stage; None: `target` computes the prompts.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class PromptRouter:
             self._send(prompt, replica, None, "prefill")
 
     def fetch(self, prompt: Routed, holder: ReplicaId | None = None) -> None:
-        """Send a prompt to the target, or queue it. The target fetches the prompt's KV cache if there is one.
+        """Send a prompt to a replica of the target stage, or let it wait. The replica fetches `prompt.kv` if it is set.
 
         Args:
             holder: the source replica that has computed the prompt; None: the target computes it.
@@ -127,7 +130,7 @@ class PromptRouter:
         return prompt.stage == self._target and not prompt.recompute
 
     def output(self, prompt: Routed, event: Output) -> bool:
-        """Record an output for a prompt; return True if the target sent it, False if the source did.
+        """Record an output for a prompt; return True if it came from the target stage, False for the source stage.
 
         After the source's last output, the caller must call `fetch`, unless the flow ends the request.
         """
@@ -145,7 +148,7 @@ class PromptRouter:
         return True
 
     def unclaimed(self, event: Output) -> None:
-        """Release the KV cache that an output reports for an attempt that has ended already."""
+        """Release the KV cache that a late prefill output reports, whose attempt at a prompt has ended already."""
         if event.replica.stage == self._source and (kv := _kept(event)) is not None:
             self._releases.release(kv)
 
@@ -163,14 +166,14 @@ class PromptRouter:
             self._releases.release(kv)
 
     def replica_up(self, replica: ReplicaId) -> None:
-        """Send the pending KV releases if the replica is one of the target stage."""
+        """Send the releases of KV caches that wait for a replica of the target stage, if the new replica is one."""
         if replica.stage == self._target:
             self._releases.target_up()
 
     def replica_lost(self, replica: ReplicaId) -> list[Routed]:
-        """Remove a lost replica; return the prompts for which the target fetches a lost KV cache: they must restart.
+        """Remove a lost replica; return the prompts that must restart, as the target fetches a KV cache lost with it.
 
-        Without another source replica none is returned: the target detects the loss itself and computes the prompt.
+        Without another source replica the result is empty: the target detects the loss itself and computes the prompt.
         """
         for pair in [pair for pair in self._handed if replica in pair]:
             del self._handed[pair]
@@ -201,16 +204,17 @@ class PromptRouter:
 
 
 def _kept(event: Output) -> KVCache | None:
-    """Return the KV cache that the last output of a prefill request reports; None if the engine keeps none."""
+    """Return the KV cache that the last output of a prefill request reports; None for any other output."""
     transfer = decode_transfer(event.kv) if event.finish == "length" else None  # type: ignore[arg-type]
     return None if transfer is None else KVCache(event.replica, transfer)
 
 
 class KVReleases:
-    """Releases the KV caches of source replicas that no replica will fetch.
+    """Makes prefill replicas (sources) free KV caches that no decode replica (target) will fetch.
 
-    Only a replica of the target stage can make the source free a KV cache. It may die before, so each KV cache is kept
-    here until a target has certainly read the message. Messages to targets are numbered in the order of sending.
+    Only a message to a target can make the source free a KV cache. The target may die before it reads the message, so
+    each release is recorded here until a target has certainly read the message. Messages to targets are numbered in the
+    order of sending.
     """
 
     def __init__(self, placement: Placement, target: str, out: Callable[[Effect], None]) -> None:
@@ -224,11 +228,11 @@ class KVReleases:
         self._numbers = itertools.count()
 
     def number(self) -> int:
-        """Return the next number for a message to a target."""
+        """Return the next number for a message to a target; `answered` compares these numbers."""
         return next(self._numbers)
 
     def release(self, kv: KVCache) -> None:
-        """Send a target replica the release of a KV cache, at once or as soon as one is up."""
+        """Send the release of a KV cache to any target replica, at once or when a target replica is up."""
         live = next(iter(self._placement.pools[self._target].replicas), None)
         if live is None:
             self._unclaimed.append(kv)
@@ -236,13 +240,16 @@ class KVReleases:
             self._out(SendKVRelease(live, "", f"unclaimed/{self.add_request(live, kv)}", kv=kv.transfer))
 
     def add_request(self, target: ReplicaId, kv: KVCache) -> int:
-        """Record a message to a target that releases a KV cache once the target reads it; return its number."""
+        """Record that a message to `target` releases a KV cache when it is read; return the message's number."""
         number = self.number()
         self._requests[target].append((number, kv))
         return number
 
     def answered(self, target: ReplicaId, number: int) -> None:
-        """Drop the releases that a target has read: all before the message with this number, which it has answered."""
+        """Drop the recorded releases that a target has certainly read.
+
+        The target has answered the message `number`, so it has read all messages before that one.
+        """
         requests = self._requests[target]
         while requests and requests[0][0] < number:
             requests.popleft()
@@ -253,15 +260,15 @@ class KVReleases:
             self.release(self._unclaimed.popleft())
 
     def target_lost(self, target: ReplicaId) -> None:
-        """Send other decode replicas the commands to free KV caches that a lost decode replica may not have executed.
+        """Send the releases that a lost target may not have read to another target.
 
-        A command that is executed twice has no effect the second time.
+        A release that is executed twice has no effect the second time.
         """
         for _, kv in self._requests.pop(target, ()):
             self.release(kv)
 
     def holder_lost(self, holder: ReplicaId) -> None:
-        """Drop the commands to free KV caches of a lost replica: the KV caches are lost with it."""
+        """Drop the releases of KV caches that a lost source replica stored, since the KV caches are lost too."""
         self._unclaimed = deque((kv for kv in self._unclaimed if kv.holder != holder), MOST_KEPT)
         for target, requests in self._requests.items():
             self._requests[target] = deque((each for each in requests if each[1].holder != holder), MOST_KEPT)

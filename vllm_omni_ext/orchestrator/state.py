@@ -1,4 +1,4 @@
-"""The state of one request, and the interface of its observer. Pure."""
+"""The state of one request in the request machine, and the interface for observers of requests. Pure."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class Binding:
 
     Attributes:
         stage: the stage's name in the plan.
-        name: the request's name in the stage's pool; also its engine id if the stage has one engine request for it.
+        name: the request's name in this stage; also its engine id if the stage has one engine request for it.
         replica: the replica that has the request; None while it waits for a replica, and after the stage has ended it.
-        engine_ids: ids of its engine requests on the replica; each with its part if the stage accepts parts, else None.
+        engine_ids: ids of its engine requests on the replica -> the part of a stream (`Submit`) that each contains;
+            None for a request without streams.
         waiting_since: time since which the request waits for a replica; None: it does not wait.
         source: the stage that its input comes from; None: the client.
         input_due_since: time of its last input while more input is due; None: no input is due.
         replays: number of failovers.
         stream_name: name of its stream in the flow (`Submit.stream`).
         streams: number of attempts of its stream: a failover starts another one.
-        part: the last part that was sent to the open stream; None without one.
+        part: the latest part that was sent to the open stream; None if no stream is open.
         losses: number of replicas that were lost while they had the request, by stage of the plan.
-        trial: number of outputs for which the request remains the only suspect on its replica (see `placement`);
-            -1: until the stage has ended it. None: the request is not on trial.
+        trial: number of further outputs after which the request's trial as a suspect ends (see `placement`); -1: it
+            ends when the stage has ended the request. None: the request is not on trial.
     """
 
     state: RequestState
@@ -57,7 +58,7 @@ class Binding:
 
     @property
     def stream(self) -> str:
-        """Name of the stream's last attempt in engines."""
+        """Name that the stream's latest attempt has in engines."""
         return f"{self.name}/{self.streams - 1}"
 
 
@@ -91,12 +92,12 @@ class Routed(Binding):
 
     @property
     def trace(self) -> RequestTrace | None:
-        """Return the observer's record of the request; None if this prompt is not observed."""
+        """Return the `RequestTrace` to which the observer adds this prompt; None if this prompt is not observed."""
         return self.state.trace
 
     @property
     def content(self) -> Any:
-        """Return the data that another stage sends with the prompt, for the observer; None if the client sends it."""
+        """Return the data that another stage sends with the prompt, for the observer; None for the client's prompt."""
         return None
 
     @property
@@ -111,7 +112,7 @@ class Routed(Binding):
 
 @dataclass(eq=False, slots=True)
 class Prompt(Routed):
-    """The client's request in the frontend, or a second computation of its prompt.
+    """The client's request in the frontend, or a second computation of its prompt (`plugins.flow.Recompute`).
 
     Attributes:
         recompute: the prompt is computed again, to export its hidden states again.
@@ -123,7 +124,7 @@ class Prompt(Routed):
 
     @property
     def trace(self) -> RequestTrace | None:
-        """Return the observer's record of the request; None for a recomputation, which is not observed."""
+        """Return the `RequestTrace` to which the observer adds this prompt; None for a recomputation."""
         return None if self.recompute else self.state.trace
 
     @property
@@ -149,7 +150,7 @@ class Prompt(Routed):
 
 @dataclass(eq=False, slots=True)
 class FlowPrompt(Routed):
-    """A request that the flow opens in a split frontend.
+    """A request that the flow opens itself (`plugins.flow.Open`) in a frontend with separate prefill and decode stages.
 
     Attributes:
         action: the flow's last `Open`.
@@ -201,15 +202,19 @@ class RequestState:
     """The state of one request in all stages.
 
     Attributes:
-        bindings: replica and engine request of each stream that the flow has opened, by (stage, name of the stream).
-        prompts: engine requests in the text stage, by id: the client's own, and repeated prefills of its prompt.
+        sink: queue from which the caller reads chunks and errors; None if it reads none.
+        budgets: largest number of tokens that a stage may generate, by stage.
+        bindings: state of the request in each stage that the flow has opened, by (stage, name of the stream or "").
+        prompts: the client's own request in the frontend, and recomputations of its prompt, by name.
         forwarded: the flow sends the client's request to the frontend.
         stages_seen: stages that have returned an output for the request.
         done: stages that have finished the request.
         open_outputs: outputs of the flow whose last chunk is missing.
         hidden_states: (replica, address of the producer, name) of hidden states that replicas store for it.
-        finished: the flow has ended; only the frontend may still work.
-        trace: the observer's record of it; None if it is not observed, or its end has been recorded.
+        recomputations: number of recomputations of the client's prompt so far.
+        finished: the flow has ended; only the frontend may still generate text.
+        trace: the observer's record of the request; None if the request is not observed, or its end is recorded.
+        history: the request's last events, for the log (`history_text`).
     """
 
     request_id: str
@@ -265,13 +270,13 @@ class RequestState:
 
 
 class RequestObserver:
-    """Base class of observers: the machine calls its methods, which record nothing here.
+    """Base class of observers, whose methods the request machine calls. This class records nothing.
 
-    All methods ignore a `trace` of None.
+    `observability.observer.Observer` is the subclass for metrics and traces. All methods ignore a `trace` of None.
     """
 
     def opened(self, event: Opened) -> RequestTrace | None:
-        """Record a new request; return its record, which is passed to all later calls as `trace`."""
+        """Record a new request; return its record, which is passed to all later calls as `trace`, or None."""
         return None
 
     def sent(self, trace: RequestTrace | None, source: str | None, replica: ReplicaId, payload: Any = None) -> None:
@@ -296,7 +301,11 @@ class RequestObserver:
         """Record that a request continues after its replica of a stage was lost."""
 
     def fetched(self, source: str, target: str, seconds: float) -> None:
-        """Record that stage `target` has fetched a KV cache of stage `source`, `seconds` after it got the request."""
+        """Record that stage `target` has fetched a KV cache of stage `source`.
+
+        Args:
+            seconds: time from sending the request to `target` until its first output.
+        """
 
     def local_prefill(self, stage: str) -> None:
-        """Record that the decode stage computes a prompt itself."""
+        """Record that the decode stage `stage` computes a prompt itself, without a prefill replica."""

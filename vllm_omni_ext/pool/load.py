@@ -35,7 +35,8 @@ class Load:
 
 
 HALF_FULL = 0.5
-"""KV usage above which waiting requests weigh more. Below, they start at once (as in vLLM's own balancer)."""
+"""KV usage above which waiting requests weigh more in `estimate`. Below it, waiting requests are assumed to start at
+once (as in vLLM's own balancer)."""
 
 PRESSURE = 6.0
 """Extra weight per unit of KV usage above `HALF_FULL`: with a full cache a waiting request weighs 4 instead of 1."""
@@ -46,7 +47,8 @@ def estimate(published: Load | None, at_publication: int, own: int, clients: int
 
     The model is vLLM's data-parallel balancer (`DPLBAsyncMPClient`): the last published queue, plus the requests that
     this API server has sent since, minus those that have ended since, and never less than this API server's own
-    requests. All other API servers are assumed to have the same load as this one.
+    requests. Each other API server is assumed to have as many requests in the replica as this one. With a full KV
+    cache, waiting requests weigh more (`PRESSURE`).
 
     Args:
         published: the replica's last report; None if no recent report exists.

@@ -20,7 +20,7 @@ DEFAULT = LB_POLICIES[0]
 
 
 class Policy(Protocol):
-    """Picks one of several replicas."""
+    """A load balancing policy: picks the replica of a new request."""
 
     def pick(self, load: Mapping[ReplicaId, float]) -> ReplicaId:
         """Return one of the keys of `load` (never empty); the values are estimated loads, in requests."""
@@ -68,25 +68,30 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = dict(
 
 
 def policy(name: str = DEFAULT, start: int = 0) -> Policy:
-    """Make a policy by name; ConfigError for an unknown name."""
+    """Return a new policy, given its name in `POLICIES`; ConfigError for an unknown name.
+
+    Args:
+        start: index of the API server that uses the policy.
+    """
     if name not in POLICIES:
         raise ConfigError(f"'{name}' is not a load balancing policy; use one of {', '.join(sorted(POLICIES))}")
     return POLICIES[name](start)
 
 
 Why: TypeAlias = Literal["affinity", "policy", "only"]
-"""Reason of a routing decision: an earlier request, the policy, or that only one replica was available."""
+"""Reason of a routing decision: an earlier request with the same session or media ("affinity"), the policy ("policy"),
+or that only one replica was available ("only")."""
 
 SLACK = 16.0
-"""Affinity is ignored if its replica has this many requests more than the least loaded replica, because a longer queue
-costs more than a cache hit saves."""
+"""The replica that affinity prefers is not chosen if its load exceeds the lowest load by more than this many requests,
+because a longer queue costs more than a cache hit saves."""
 
 
 REMEMBERED = 8192
 """Most sessions and media items that one stage's pool keeps; the least recently used are dropped first."""
 
 _DIGEST_BYTES = 16
-"""Keys are stored as digests: clients choose the text, which may be long."""
+"""Sessions and media keys are stored as digests of this size, because clients choose these texts, which may be long."""
 
 
 class StagePool:
@@ -139,7 +144,10 @@ class StagePool:
 
     @property
     def open_replicas(self) -> tuple[ReplicaId, ...]:
-        """The replicas that a new request may get: open ones, else avoided ones. Sleeping only if none is awake."""
+        """The replicas that a new request may get: the open ones, or the avoided ones if no replica is open.
+
+        Sleeping replicas are included only if no open or avoided replica is awake.
+        """
         return tuple(self._candidates())
 
     def admit(
@@ -195,20 +203,25 @@ class StagePool:
         self._count(replica, -1)
 
     def load(self, replica: ReplicaId) -> float:
-        """Return the estimated requests of all API servers in an open replica; else those of this API server."""
+        """Return the number of requests in a replica.
+
+        For an open replica, that is the estimate for all API servers (see `load.estimate`); for any other replica, the
+        number of this API server's requests, 0 if the replica is unknown.
+        """
         return self._open.get(replica, float(self._requests.get(replica, 0)))
 
     def in_flight(self, replica: ReplicaId) -> int:
-        """Return the requests of this API server in a replica; UnknownMember if the replica is not in the pool."""
+        """Return the number of this API server's requests in a replica; UnknownMember if it is not in the pool."""
         if replica not in self._requests:
             known = ", ".join(map(str, self._requests)) or "none"
             raise UnknownMember(f"no replica '{replica}' in the pool of '{self.stage}'; live: {known}")
         return self._requests[replica]
 
     def publish(self, loads: Mapping[ReplicaId, Load]) -> None:
-        """Replace the load reports of all replicas; a replica that is not in `loads` has no report any more.
+        """Replace the load reports of all replicas. Reports of replicas that are not in `loads` are dropped.
 
-        With each new report, the number of this API server's requests in the replica is stored; see `estimate`.
+        With each new report, the number of this API server's requests in the replica is stored (`at_publication` in
+        `load.estimate`).
 
         Raises:
             UnknownMember: a replica is not in the pool; nothing is changed.
@@ -238,19 +251,19 @@ class StagePool:
         self._weigh(replica)
 
     def avoid(self, replica: ReplicaId) -> None:
-        """Send a replica no new requests while others are open; UnknownMember if the replica is not in the pool."""
+        """Send a replica no new requests while another one is open; UnknownMember if it is not in the pool."""
         self.drain(replica)
         self._avoided[replica] = 0.0
         self._weigh(replica)
 
     def drain(self, replica: ReplicaId) -> None:
-        """Send a replica no new requests; its requests stay. UnknownMember if it is not in the pool."""
+        """Send a replica no new requests; its running requests continue. UnknownMember if it is not in the pool."""
         self.in_flight(replica)
         self._open.pop(replica, None)
         self._avoided.pop(replica, None)
 
     def mark_asleep(self, replica: ReplicaId) -> None:
-        """Mark a replica as sleeping; UnknownMember if it is not in the pool."""
+        """Mark a replica as sleeping (vLLM's sleep mode); UnknownMember if it is not in the pool."""
         self.in_flight(replica)
         self._asleep.add(replica)
 
@@ -284,7 +297,7 @@ class StagePool:
 
 
 class Affinity:
-    """Maps each session and each media item (keys) to the replica that got the last request with it.
+    """Maps the key of each session and media item (see `keys`) to the replica that got the last request with that key.
 
     Args:
         limit: most keys that are kept; the least recently used are dropped first.

@@ -1,4 +1,4 @@
-"""Packs messages into tensors, because an engine's output can contain tokens and one tensor, and nothing else.
+"""Packs messages of a stage into tensors, because vLLM's `EngineCoreOutput` has room for tokens and one tensor only.
 
 A message is a magic prefix and the msgpack of a tagged Struct, in a one-dimensional uint8 tensor. Every other tensor,
 also a uint8 tensor without the prefix (an image), is data of the model.
@@ -29,10 +29,10 @@ class StageProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"
 
 
 class HiddenStatesChunkReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hidden_states"):
-    """A chunk of hidden states has been put into the connector, or could not be put.
+    """A chunk of hidden states has been put into a connector (`connectors.base`), or could not be put.
 
-    The producer of a replica stores the hidden states of a request as chunks 0, 1, ... of one name, in prompt order
-    and without gaps.
+    The connector's producer in a replica stores the hidden states of a request as chunks 0, 1, ... of one name, in
+    prompt order and without gaps.
 
     Attributes:
         source: address of the producer.

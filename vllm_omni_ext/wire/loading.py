@@ -1,4 +1,4 @@
-"""Sends the state of a starting replica from its process to the parent process, as datagrams on a Unix socket."""
+"""Sends the progress of a replica's start from its process to the parent process, as datagrams on a Unix socket."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ SEND_WITHIN_S = 0.2
 
 
 def variable(path: str, replica: str) -> dict[str, str]:
-    """Return the environment variable that a replica's process needs for `report`."""
+    """Return {name: value} of the environment variable that a replica's process needs for `report`.
+
+    Args:
+        path: path of the parent's socket.
+        replica: name of the replica.
+    """
     return {VARIABLE: f"{path} {replica}"}
 
 
 def report(state: str) -> None:
-    """Send the state of this process's replica. Does nothing without the variable, or if no process listens."""
+    """Send the state of this process's replica, e.g. "warming up", to the parent process.
+
+    Does nothing without the environment variable `VARIABLE`, or if no process listens.
+    """
     path, _, replica = os.environ.get(VARIABLE, "").rpartition(" ")
     if path:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

@@ -1,6 +1,7 @@
-"""The priority of a part of a stream: its request's priority, then the time at which the part is due.
+"""vLLM priorities of the parts of a stream: by the priority of the request, then by the time at which the part is due.
 
-vLLM's scheduler has one number for both, and schedules the lowest first.
+A part is one engine request of a stream (see `plugins.flow.Submit`). vLLM's scheduler has one number for both values,
+and schedules the lowest number first.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ def of_part(priority: int, due_ms: int) -> int:
     """Return vLLM's priority of a part.
 
     Args:
-        priority: of its request.
-        due_ms: Unix time, milliseconds.
+        priority: priority of the client's request to which the part belongs.
+        due_ms: time at which the part is due, in Unix milliseconds.
     """
     return priority * _LATER_MS + due_ms
 

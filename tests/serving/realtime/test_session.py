@@ -243,7 +243,7 @@ def test_items_have_the_order_that_the_client_gives_them() -> None:
         ),
         (
             {"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]},
-            "item.content[0]",
+            "item.content[0].image_url",
         ),
         (
             {
@@ -548,6 +548,15 @@ def test_only_sound_of_the_assistant_can_be_truncated() -> None:
     for index in (0, 1):
         events = driver.send("conversation.item.truncate", item_id="a", content_index=index, audio_end_ms=0)
         assert error_of(events)["param"] == "content_index"
+
+
+def test_a_truncated_part_is_named_by_its_index() -> None:
+    driver = Driver()
+    parts = [{"type": "output_audio", "transcript": text} for text in "ab"]
+    item = {"type": "message", "role": "assistant", "content": parts, "id": "a"}
+    driver.send("conversation.item.create", item=item)
+    (event,) = driver.send("conversation.item.truncate", item_id="a", content_index=1, audio_end_ms=0)
+    assert (event["type"], event["content_index"]) == ("conversation.item.truncated", 1)
 
 
 @pytest.mark.parametrize("truncation", ["auto", {"type": "retention_ratio", "retention_ratio": 0.4}])

@@ -224,7 +224,8 @@ def _user_part(given: UserContent, sound_format: dict[str, Any], path: str) -> P
         return Part(type=given.type, text=given.transcript, sound=sound)
     assert given.image_url is not None
     if not given.image_url.startswith(DATA_URI):
-        raise ClientError(f"{path}.image_url: must be a data URI of a picture", code=WRONG_VALUE, param=path)
+        param = f"{path}.image_url"
+        raise ClientError(f"{param}: must be a data URI of a picture", code=WRONG_VALUE, param=param)
     if given.detail not in (None, "auto"):
         raise unsupported(f"{path}.detail", "the model takes pictures as they are; leave it out")
     return Part(type=given.type, image_url=given.image_url)

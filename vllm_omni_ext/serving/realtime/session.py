@@ -503,7 +503,9 @@ class Session:
 
     def _cut(self, item: Item, part: Part, heard_ms: float) -> Outs:
         part.heard_ms = heard_ms
-        return [event("conversation.item.truncated", item_id=item.id, content_index=0, audio_end_ms=round(heard_ms))]
+        index = next(index for index, each in enumerate(item.content) if each is part)
+        end_ms = round(heard_ms)
+        return [event("conversation.item.truncated", item_id=item.id, content_index=index, audio_end_ms=end_ms)]
 
     # -- responses ----------------------------------------------------------------------------------------------
 
