@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_omni_ext.connectors.chunks import ALL, Chunk, ChunkSchedule, ChunkWriter
-from vllm_omni_ext.connectors.codec_stream import CodecError
+from vllm_omni_ext.connectors.codec_stream import MOST_JOINED, CodecError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import (
@@ -30,6 +30,9 @@ from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 THINKER, TALKER = "thinker", "talker"
 MOST_RECOMPUTATIONS = 3
 """Limit of repeated prefills in the thinker for a request whose hidden states the talker could not read."""
+
+MOST_TOKENS = 16
+"""Largest number of text tokens that a chunk for the talker waits for."""
 
 TOO_SHORT = "the reply has fewer than two tokens, so there is nothing to speak"
 
@@ -195,6 +198,7 @@ class SpeechFlow(ReadAloudFlow):
         self._text = ChunkWriter[int](text)
         self._recomputations = 0
         self._ahead = text.size(0) != ALL
+        self._paced = self._ahead and frames.rate > 0
         # If the prompt contains the start of the assistant turn, that text is spoken too.
         self._begun: tuple[int, ...] = tuple(speech.prompt[speech.parts.header + HEADER :])
 
@@ -208,7 +212,8 @@ class SpeechFlow(ReadAloudFlow):
     def handle(self, event: Produced) -> list[Action]:
         """Return the actions that follow an event."""
         if event.stage != THINKER or event.finish in ("abort", "error"):
-            return super().handle(event)
+            actions = super().handle(event)
+            return [*actions, *self._send_text()] if self._text.pending and event.stage == TALKER else actions
         if isinstance(event.payload, HiddenStatesChunkReady):
             self._hidden.add(event.payload)
         if not event.tokens and event.finish is None:  # hidden states of an unfinished prefill
@@ -217,8 +222,20 @@ class SpeechFlow(ReadAloudFlow):
         if event.finish is not None:
             # The last token is never an input of the thinker, so it has no hidden state. The end mark replaces it.
             tokens = (*(tokens[:-1] if event.tokens else tokens), self._speech.ids.tts_eos)
-        chunk = self._text.write(tokens, last=event.finish is not None)
-        return [*self._more_hidden_states(), *([] if chunk is None else self._speak(chunk))]
+        return [*self._more_hidden_states(), *self._send_text(tokens, last=event.finish is not None)]
+
+    def _send_text(self, tokens: Sequence[int] = (), *, last: bool = False) -> list[Action]:
+        """Add tokens of the reply, and send the talker the next chunk of its text if it is due.
+
+        With adaptive chunks, a chunk has at least half as many tokens as the talker has and has not used yet, so that
+        fewer messages are sent and the talker does not wait.
+        """
+        least = 1
+        if self._paced and self._talk is not None:
+            unused = len(self._talk.track) - self._voice.frames.count - MOST_JOINED
+            least = max(1, min(MOST_TOKENS, unused // 2))
+        chunk = self._text.write(tokens, last=last, least=least)
+        return [] if chunk is None else self._speak(chunk)
 
     def _speak(self, chunk: Chunk[int]) -> list[Action]:
         talk = self._talk or self._new_talk()

@@ -485,6 +485,31 @@ def test_with_other_requests_an_answer_of_one_frame_is_still_sent() -> None:
     assert part.prompt == [5, 5] and part.last
 
 
+@pytest.mark.parametrize(("rate", "most"), [(0.0, 101), (12.5, 40)], ids=["sizes alone", "adaptive"])
+def test_the_talker_gets_text_in_fewer_chunks_while_it_has_enough(rate: float, most: int) -> None:
+    """The talker makes a frame for every second token; then it makes frames until it has used all text it has."""
+    flow = flow_for(TEXT, text=EACH, frames=ChunkSchedule((25,), rate))
+    begun(flow)
+    chunks: list[list[int]] = []
+    frames = 0
+
+    def take(*events: Produced) -> None:
+        for action in feed(flow, *events):
+            if isinstance(action, Extend):
+                chunks.append([*action.payload.text, *action.payload.track])  # type: ignore[union-attr]
+
+    for number in range(100):
+        take(thought(40 + number))
+        if number % 2:
+            take(said((5, 6)))
+            frames += 1
+    while frames < sum(map(len, chunks)):
+        take(said((5, 6)))
+        frames += 1
+    assert [token for chunk in chunks for token in chunk] == list(range(40, 140))
+    assert len(chunks) <= most
+
+
 def test_without_a_rate_parts_have_no_time() -> None:
     (part,) = feed(talking(frames=EACH), said((1, 2)))
     assert isinstance(part, Submit) and part.due is None

@@ -12,6 +12,7 @@ import torch
 from tests.support.examples import examples
 from tests.support.talker_ids import AUDIO, HEADER, IDS, IMAGE, SYSTEM, turn, user
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
+from vllm_omni_ext.model_plugins.qwen3_omni import flow as qwen3_flow
 from vllm_omni_ext.model_plugins.qwen3_omni.flow import ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen3_omni.prompt import find_parts
 from vllm_omni_ext.plugins.flow import Finish
@@ -126,6 +127,14 @@ def spoken(track: list[int], prompt: list[int] = PROMPT, hidden: list[int] | Non
 
 
 STAGES = {"talker": talker, "code2wav": code2wav}
+
+
+def test_text_that_is_held_while_the_talker_has_some_is_spoken_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qwen3_flow, "MOST_JOINED", -6)
+    flow = partial(SpeechFlow, speech(), text=ChunkSchedule((1,)), frames=ChunkSchedule((2,), 12.5))
+    answer = check_flow(flow, {"thinker": thinker, **STAGES}, frontend="thinker")
+    assert answer.text == REPLY
+    np.testing.assert_array_equal(answer.outputs["audio"], spoken(list(REPLY[:-1])))
 
 
 @pytest.mark.slow

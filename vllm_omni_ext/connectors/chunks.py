@@ -114,6 +114,11 @@ class ChunkWriter(Generic[T]):
         self._chunks = 0
         self._items: list[T] = []
 
+    @property
+    def pending(self) -> int:
+        """Number of items that no chunk has yet."""
+        return len(self._items)
+
     def write(
         self, items: Sequence[T], *, last: bool = False, elapsed: float | None = None, least: int = 1
     ) -> Chunk[T] | None:
