@@ -181,7 +181,7 @@ class Prompts:
         return TextSegment(self._tokens.text(text))
 
     def picture(self, resized: Image.Image) -> Piece:
-        """Return the piece of a picture to edit, which is in RGB and resized for the autoencoder."""
+        """Return the part of a prompt with a picture to edit; `resized`: in RGB, resized for the autoencoder."""
         return Piece((self.latents(resized), self.patches(resized)), (resized.height, resized.width))
 
     def patches(self, picture: Image.Image) -> VitSegment:

@@ -15,7 +15,7 @@ class RunningText:
     """A text that is being generated: a reply, or a thought (the model's plan of a picture).
 
     Attributes:
-        ids: the start id (or `first`), followed by the generated ids without the end id.
+        ids: the start id, or the argument `first` of the constructor, then the generated ids without the end id.
         context: keys and values of the prompt and of the ids computed so far.
         done: whether the end id was generated or the limit was reached.
     """

@@ -505,12 +505,12 @@ def _with_waiting(
 
 
 def _wait(kept: Sequence[_AtLayer], blocks: list[list[Block]], leaving: list[list[Block]], hidden: Tensor) -> None:
-    """Store the blocks that do not leave a layer in `kept`, with their hidden states, until the next block arrives.
+    """Store the blocks that a layer cannot compute yet, because it also attends to a block that comes later.
 
     Args:
-        kept: state of each utterance at the layer.
+        kept: state of each utterance at the layer; gets the blocks with their hidden states.
         blocks: for each utterance the blocks at the layer.
-        leaving: for each utterance the blocks that leave it.
+        leaving: for each utterance the first of these blocks, which the layer has computed.
         hidden: hidden states of all blocks in `blocks`.
     """
     row = 0

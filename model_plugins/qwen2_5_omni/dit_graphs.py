@@ -28,13 +28,13 @@ and sines [blocks, block_size, head_dim], the mask of frames that exist, bool [b
 
 
 class DiTGraphs:
-    """Records passes through runs of layers, and replays them.
+    """Records passes through successive layers as CUDA graphs, and replays them.
 
     Args:
         through: the pass to record.
         recorder: records the graphs.
-        runs: numbers of the layers of each run.
-        like: hidden states of one block [1, rows, block_size, hidden].
+        runs: for each pass the indices of its layers, which attend to their own block only.
+        like: hidden states of one block [1, rows, block_size, hidden], for shape, dtype and device of the buffers.
         head_dim: size of a head.
         layers: number of all layers.
     """

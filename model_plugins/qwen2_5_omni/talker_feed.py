@@ -194,7 +194,11 @@ class TalkerInputProvider:
             hidden.append((base + size + 1 + first - span.start, request.hidden.between(size + first, size + last)))
 
     def _reply_at(self, request: _Request, step: int) -> int:
-        """Return the text id of step `step` after the speaker's id: of the reply, then end of text, then padding."""
+        """Return the text id of a position of the talker: an id of the reply, then the end of text, then padding.
+
+        Args:
+            step: index of the position, 0 for the first one after the speaker's id.
+        """
         config, spoken = self._model.config, len(request.reply)
         if step < spoken:
             return request.reply[step]

@@ -226,7 +226,10 @@ class Vocoder(nn.Module):
         return recorded or min(left, self.max_frames_per_pass)
 
     def _advance(self, codes: Tensor, states: list[VocoderState]) -> list[Tensor]:
-        """Decode the next codes `[B, T, groups]` of B streams with equal `_filled`; update their states."""
+        """Decode the next codes `[B, T, groups]` of B streams, and update their states.
+
+        Streams in one call have equal numbers of real inputs in the layers (`vocoder_graphs.Filled`).
+        """
         filled = self._filled(states[0].frames)
         positions, flats = [s.frames for s in states], [s.flat for s in states]
         waves = None if self._graphs is None else self._graphs.run(codes, flats, positions, filled)

@@ -90,9 +90,9 @@ async def rendered(text: str, server: OmniServer, opening: str) -> Rendered:
 
 
 async def _refuse_long(text: str, server: OmniServer) -> None:
-    """Raise RequestError for a text of more than `CERTAIN` times the allowed tokens, before all of it is tokenized.
+    """Tokenize a long text in pieces; raise RequestError when they have more than `CERTAIN` times the allowed tokens.
 
-    `ModelRuntime.plan` rejects the other texts that are too long.
+    So the rest of a much too long text is not tokenized. `ModelRuntime.plan` rejects the other texts that are too long.
     """
     tokens, most = 0, server.capabilities.card[MOST_SPEECH_TOKENS]
     for start in range(0, max(0, len(text) - CHARACTERS), CHARACTERS):

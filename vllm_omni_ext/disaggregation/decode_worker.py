@@ -166,10 +166,13 @@ class ReceiveMixin(MooncakeConnectorWorker):
             loop.call_later(SETTLE_S, self._put_failed, failed, loop.time() + MOST_SETTLE_S)
 
     def _put_failed(self, transfers: list[Transfer], latest: float) -> None:
-        """Report failed transfers as settled; if data of an ended sender is unread, try again after `SETTLE_S`.
+        """Report failed transfers as settled, i.e. that the decode scheduler may use their blocks for other requests.
+
+        While a closed connection still has data that this worker has not read, which could be written into the blocks,
+        the report is delayed by `SETTLE_S` seconds at a time.
 
         Args:
-            latest: time of the event loop from which on unread data is ignored.
+            latest: time of the event loop after which the report is not delayed any more.
         """
         loop = asyncio.get_running_loop()
         if has_unread_input():

@@ -230,7 +230,7 @@ class Placement:
 
         Args:
             ended: the replica's process has ended. False: the replica does not answer, e.g. because its host or network
-                hangs; its requests become no suspects until `ended` is called.
+                hangs; its requests become no suspects until the method `ended` is called.
 
         Returns:
             (the bindings that the replica had; the binding of the blamed request, or None).

@@ -92,7 +92,7 @@ class Routed(Binding):
 
     @property
     def trace(self) -> RequestTrace | None:
-        """Return the `RequestTrace` to which the observer adds this prompt; None if this prompt is not observed."""
+        """Return the trace in which the observer records times and tokens of this prompt; None: not recorded."""
         return self.state.trace
 
     @property

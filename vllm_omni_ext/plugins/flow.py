@@ -202,8 +202,8 @@ class Progress:
 class Close:
     """End the request in one stage, which frees its state there; nothing happens if the stage has ended it already.
 
-    Outputs that the stage makes meanwhile are dropped, also those of parts that were submitted. A forwarded request
-    cannot be closed.
+    Outputs that the stage makes meanwhile are dropped, also those of parts (`Submit`). A request that the flow has
+    forwarded (`Forward`) cannot be closed.
 
     Attributes:
         stream: name of the stream to end (see `Submit`).

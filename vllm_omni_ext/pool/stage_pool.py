@@ -68,9 +68,10 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = dict(
 
 
 def policy(name: str = DEFAULT, start: int = 0) -> Policy:
-    """Return a new policy, given its name in `POLICIES`; ConfigError for an unknown name.
+    """Return a new load balancing policy, which selects the replica of each request.
 
     Args:
+        name: its name in `POLICIES`; ConfigError for another one.
         start: index of the API server that uses the policy.
     """
     if name not in POLICIES:

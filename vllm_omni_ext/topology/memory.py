@@ -256,10 +256,10 @@ class Demand:
     def least(self, visible: int) -> int:
         """Return the bytes that a replica takes at least on a device, without its CUDA context.
 
-        The result is `size`, or the fraction `gpu_memory_utilization` of `visible` if the user has set it.
+        The result is the property `size`, or the fraction `gpu_memory_utilization` of `visible` if the user has set it.
 
         Args:
-            visible: `Sheet.visible` of the device.
+            visible: bytes of the device that a process can use (`Sheet.visible`).
         """
         return self.size if self.utilization is None else int(self.utilization * visible)
 
@@ -271,8 +271,8 @@ class Share:
     Attributes:
         replica: id of the replica, such as "STAGE/0".
         demand: the needs of the replica's stage.
-        kv_bytes: bytes of the KV cache; less than `need.least_kv` only if the user has set the size or
-            `gpu_memory_utilization`.
+        kv_bytes: bytes of the KV cache; less than `Need.least_kv`, the bytes for one longest sequence, only if
+            the user has set the size or `gpu_memory_utilization`.
     """
 
     replica: str

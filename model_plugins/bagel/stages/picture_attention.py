@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 def divided(lengths: Sequence[int], stops: Sequence[int], ranges: Ranges) -> Iterator[Piece]:
-    """Yield the pieces of a step, in order.
+    """Divide the tokens of a step at the borders of pictures, and yield the pieces in order.
 
     Args:
         lengths: tokens of each sequence in this step.

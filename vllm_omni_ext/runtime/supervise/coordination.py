@@ -137,7 +137,7 @@ class Coordination:
 
 
 def _run(config: CoordinatorConfig, control: Connection, parents_end: Connection, parent: int) -> None:
-    """Run the coordinator in a child process of the head. The process ends when the head ends."""
+    """Run the coordinator in a child process of the head, the process of `vllm serve`; it ends when the head ends."""
     parents_end.close()
     die_with_parent(parent)
     name_process("coordinator")

@@ -263,7 +263,11 @@ class RealtimeKeys:
         await self._app(scope, receive, send)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> Scope | None:
-        """Return the scope for vLLM's check; None: the secret was invalid, and the handshake has been refused."""
+        """Return the scope with an API key in its header `Authorization`, which vLLM's middleware checks.
+
+        A client secret is replaced by the server's first key, and the session settings that it contains are added to
+        the scope. If the secret is invalid, the handshake is refused, and the result is None.
+        """
         given = _given_key(scope)
         if given is None:
             return scope
