@@ -170,8 +170,9 @@ class LanguageModel(nn.Module):
         Args:
             seen: for each row, the context to which it attends in addition to its block.
             lengths: number of tokens of each block, including its two markers.
-            latents: True: the und tokens are the markers of all rows (start, end, start, ...), the gen tokens are the
-                latent tokens between them. False: all tokens are und tokens, with a marker at each end of a block.
+            latents: True: the markers of all rows (start, end, start, ...) are computed with the weights for
+                understanding, and the latent tokens between them with those for generation. False: all tokens are
+                computed with the weights for understanding.
         """
         positions = torch.tensor([row.position for row in seen]).repeat_interleave(torch.tensor(lengths))
         layout = self._layout(seen, lengths, positions, causal=False)

@@ -399,8 +399,12 @@ class StreamingDiT:
     ) -> tuple[list[list[Block]], Tensor, Tensor]:
         """Compute the attention of a layer that attends to neighbouring blocks.
 
+        A block is computed (leaves the layer) when the blocks that it attends to have arrived; others wait.
+
         Args:
-            blocks: for each utterance the blocks that are at the layer.
+            number: index of the layer.
+            kept: state of each utterance at the layer, with keys and values of its last computed block.
+            blocks: for each utterance the blocks that have arrived at the layer and were not computed yet.
             query, keys, values: those of all these blocks, as `_projected` returns them.
 
         Returns:

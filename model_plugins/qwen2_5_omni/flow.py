@@ -188,7 +188,10 @@ class SpeechFlow:
         ]
 
     def _take_stock(self) -> None:
-        """Update `_sent`, the number of tokens of the reply whose hidden states exist, and `_ended`."""
+        """Count the tokens of the reply that the talker may get: those whose hidden states exist.
+
+        `_ended` becomes True when these are all tokens of the reply.
+        """
         self._sent = max(self._sent, self._with_hidden_states(len(self._given)))
         self._ended = self._closed and self._sent == len(self._given)
 

@@ -42,7 +42,7 @@ class UtteranceState:
 
     @property
     def final(self) -> int:
-        """Number of final mel frames."""
+        """Number of mel frames of the utterance that later codes do not change any more."""
         return self.first + len(self.mel)
 
 

@@ -167,7 +167,7 @@ class ResidualUnit(nn.Module):
         self.conv2 = CausalConv(dim, dim, 1)
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        """Compute `[B, dim, T]` -> `[B, dim, T]`."""
+        """Return `x` plus its two convolutions, `[B, dim, T]`; `carry` has the inputs before `x`, and is updated."""
         return x + self.conv2(self.act2(self.conv1(self.act1(x), carry)), carry)
 
 

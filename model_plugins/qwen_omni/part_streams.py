@@ -84,7 +84,12 @@ class PartStreams(ABC):
 
     @abstractmethod
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
-        """Decode the chunks of all jobs, and write the answer of each part to its index in `answers`."""
+        """Decode the chunks of all jobs, and write the answer of each chunk to `answers`.
+
+        Args:
+            jobs: the parts of each stream in this call; `Job.members` are the indices of their answers.
+            answers: of all parts of the call.
+        """
 
     def decode(self, headers: Sequence[PartHeader], chunks: Sequence[Tensor | str]) -> list[Answer]:
         """Decode the parts of one engine step.

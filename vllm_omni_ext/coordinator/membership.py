@@ -62,7 +62,10 @@ class Timing:
 
     @property
     def interval_s(self) -> float:
-        """Time between two heartbeats, and the longest time between two published views."""
+        """Seconds between two heartbeats, and the longest time between two views that the API servers receive.
+
+        A view is the state and the load of all replicas.
+        """
         return min(self.timeout_s / BEATS_PER_TIMEOUT, LONGEST_INTERVAL_S)
 
     @property

@@ -136,7 +136,11 @@ class PipelineSpec:
         return {edge.name: edge.chunks for edge in self.edges if edge.chunks}
 
     def takes_stock_flags(self, stage: StageSpec) -> bool:
-        """Return whether stock `vllm serve` flags apply to a stage: the frontend, or a side of a split frontend."""
+        """Return whether flags of `vllm serve` apply to a stage.
+
+        They apply to the frontend, the stage that answers the client's text. If it is divided into a prefill and a
+        decode stage, they apply to both.
+        """
         return stage.model_stage == self.stage(self.frontend).model_stage
 
     def stage(self, name: str) -> StageSpec:

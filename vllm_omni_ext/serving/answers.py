@@ -376,7 +376,7 @@ class PartStream(ChatStream):
         return {}
 
     def _count(self, chunk: dict[str, Any]) -> None:
-        """Add the numbers of prompt tokens to the usage. The chunks of other modalities contain their own numbers."""
+        """Add the prompt's numbers of cached tokens, sound tokens and image tokens to the usage of a chunk."""
         answer = self._answer
         counts = {
             "cached_tokens": answer.cached,

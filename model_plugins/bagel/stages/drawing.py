@@ -85,7 +85,11 @@ class Drawing:
         return self._finish()
 
     def _begin(self) -> None:
-        """Prefill the prompt and start the thought; after a thought, or without one, prefill and start the image."""
+        """Start the next text or image of the request.
+
+        A request with a thought calls this twice: first the prompt is prefilled and the thought started, then the
+        thought is added to the prompt and the image started. A request without one calls it once, for the image.
+        """
         model, thinks = self._model, self._parameters.think
         prompts = Prompts(model.tokens, model.sizes)
         if self._plan is None or self._prefill is None:

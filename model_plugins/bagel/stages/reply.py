@@ -38,7 +38,7 @@ class Reply:
     """A text request in the stage `dit`. The scheduler ends the request at a stop token or at the length limit.
 
     Attributes:
-        text: the running text; None before the prefill.
+        text: the ids that were generated so far, with their context; None before the prefill.
     """
 
     def __init__(self, model: Bagel, request: PlainRequest) -> None:

@@ -32,7 +32,9 @@ def engine_keeps_media(config: VllmConfig) -> bool:
 
 
 class SentMedia:
-    """The media that one API server has sent to one engine.
+    """Records the media (images, videos, sounds) that one API server has sent to one engine, whose cache holds them.
+
+    The API server leaves them out of later requests with the same media.
 
     Args:
         config: vLLM's config of the engine, for which `engine_keeps_media` is True.

@@ -383,7 +383,11 @@ class Session:
     # -- turns --------------------------------------------------------------------------------------------------
 
     def _detect_anew(self) -> Outs:
-        """Replace the turn detector after a change of the settings, and return the commands for `SpeechFrames`."""
+        """Replace the turn detector after a change of the settings.
+
+        Returns:
+            commands to compute the probabilities of speech in the sound that is in the buffer (`Detection`, `Detect`).
+        """
         found, was_on = self._input["turn_detection"], self._detector is not None
         self._speech_item, self._detector = "", None
         outs = self._stop_ahead()
