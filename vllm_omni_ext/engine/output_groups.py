@@ -68,7 +68,7 @@ class OutputGroup:
         if held is None:
             held = self.held = output
         else:
-            held.new_token_ids += output.new_token_ids
+            held.new_token_ids = held.new_token_ids + output.new_token_ids
         if tensor is not None:
             self.tensors.append(tensor)
         if len(held.new_token_ids) >= self.size(now):
