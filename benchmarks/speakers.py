@@ -38,6 +38,7 @@ from vllm_omni_ext.connectors import codec_stream
 from vllm_omni_ext.connectors.playback import Player
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.model_plugins.qwen3_omni import flow
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -51,6 +52,7 @@ TOKENS, FRAMES = 32, 100
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 TALKER = ReplicaId("talker", 0)
 SPREAD_S, SETTLE_S = 4.0, 5.0
+MOST_TOKENS = flow.MOST_TOKENS
 MS = 1e3
 
 _numbers = itertools.count()
@@ -165,6 +167,7 @@ async def measure(deployment: Any, prompt: list[int], args: Any) -> list[Round]:
         rounds = []
         for count, joined in itertools.product(args.speakers, args.joined):
             codec_stream.MOST_JOINED = joined
+            flow.MOST_TOKENS = 1 if joined == 1 else MOST_TOKENS
             rounds.append(await measured(speakers, count, joined, steps, deployment, args))
         return rounds
     finally:
@@ -216,7 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--speakers", nargs="+", type=int, default=[1, 32, 64], help="answers at once")
     joined = [codec_stream.MOST_JOINED]
-    arguments.add_argument("--joined", nargs="+", type=int, default=joined, help="most frames in a talker's output")
+    arguments.add_argument(
+        "--joined",
+        nargs="+",
+        type=int,
+        default=joined,
+        help="most frames in a talker's output; 1: one text token in each message to the talker too",
+    )
     arguments.add_argument("--seconds", type=float, default=20.0, help="measured time of each number")
     arguments.add_argument("--step-ms", nargs=3, type=float, default=list(STEP_MS.values()), help="of each stage")
     arguments.add_argument("--token-us", nargs=3, type=float, default=list(TOKEN_US.values()), help="of each stage")

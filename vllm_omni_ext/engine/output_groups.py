@@ -89,17 +89,17 @@ class OutputGroup:
 
 
 def _joins(output: EngineCoreOutput) -> bool:
-    """Return whether an output has new tokens, perhaps a tensor, and nothing else of its own."""
+    """Return whether an output has new tokens, perhaps a tensor, and nothing else of its own.
+
+    Fields that vLLM sets only with a finish reason, or only in a request's first output, are not checked.
+    """
     return (
-        bool(output.new_token_ids)
-        and output.finish_reason is None
-        and output.events is None
+        output.finish_reason is None
         and output.prefill_stats is None
+        and output.events is None
         and output.new_logprobs is None
-        and output.new_prompt_logprobs_tensors is None
-        and output.kv_transfer_params is None
-        and output.ec_transfer_params is None
         and output.routed_experts is None
         and output.new_sampling_mask is None
         and not output.num_nans_in_logits
+        and bool(output.new_token_ids)
     )
