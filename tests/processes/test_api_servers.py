@@ -57,8 +57,8 @@ AT_ONCE = 8
 BODIES = [body(f"What is number {number}?", 40, 70) for number in range(16)]
 STORIES = [body(f"Tell me a story of number {number}.", 100, 200) for number in range(4)]
 LONG = [body(f"Tell me a long story of number {number}.", 100, 800) for number in range(1, 4)]
-"""Not number 0: two codes of its frame 541 have nearly equal logits, and the number of requests in the talker's step
-decides between them, because it changes the order of sums."""
+"""Not number 0: from its frame 541 on, the answer depends on the number of requests in the talker's step, which changes
+the order of sums."""
 
 ENDLESS = body("Never stop.", 7000, 4000)
 LENGTH = ["--served-model-name", MODEL, "--max-model-len", "8192"]
