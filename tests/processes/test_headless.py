@@ -64,7 +64,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.tiny.qwen3_omni import write_qwen3_o
 from vllm_omni_ext.pool.load import Load
 from vllm_omni_ext.runtime.launch.secret import default_file
 from vllm_omni_ext.runtime.supervise.joining import Join, Present
-from vllm_omni_ext.topology.agreement import config_hash, model_of
+from vllm_omni_ext.topology.agreement import config_hash, models_of
 
 pytestmark = pytest.mark.engine
 
@@ -252,7 +252,7 @@ def test_join_with_another_configuration_is_refused_with_the_reason(
 def expectations(model: Path) -> dict[str, str]:
     """The settings that the head expects of a talker."""
     plan = from_cli(parse_serve([str(model), "--omni", *LENGTH, "-oma", HOST, "-omp", "9"]))[0]
-    return {"model": model_of(plan, "talker"), "version": __version__, "config_hash": config_hash(plan, "talker")}
+    return {"model": models_of(plan)["talker"], "version": __version__, "config_hash": config_hash(plan, "talker")}
 
 
 @pytest.mark.needs("user nobody")

@@ -354,7 +354,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., headless.H
     """Makes headless sides of a head at a port, without a secret."""
     plan: Any = SimpleNamespace(config=OmniConfig(timeouts=Timeouts(startup_timeout_s=PATIENCE_S)), model="m")
     monkeypatch.setattr(headless, "config_hash", lambda plan, stage: "t")
-    monkeypatch.setattr(headless, "model_of", lambda plan, stage: plan.model)
+    monkeypatch.setattr(headless, "models_of", lambda plan: {"talker": plan.model})
     monkeypatch.setattr(headless, "__version__", "1")
     made: list[headless.HeadClient] = []
 

@@ -19,7 +19,7 @@ from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.spec import EdgeSpec
-from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity, model_of
+from vllm_omni_ext.topology.agreement import LOCAL_FIELDS, config_hash, model_identity, models_of
 from vllm_omni_ext.topology.machine import Machine
 from vllm_omni_ext.topology.plan import Plan, ReplicaPlan, StagePlan
 
@@ -199,9 +199,9 @@ def test_a_revision_and_another_config_of_a_stage_are_part_of_its_model(tmp_path
     path = write(tmp_path / "model")
     local, other = replace(hub, model=path), write(tmp_path / "other", config={"architectures": ["B"]})
     changed = [({}, hub), ({"revision": "abc"}, hub), ({}, local), ({"hf_config_path": other}, local)]
-    models = [model_of(replace(plan, stages=plan_with({**ARGS, **args}).stages), "talker") for args, plan in changed]
+    models = [models_of(replace(plan, stages=plan_with({**ARGS, **args}).stages))["talker"] for args, plan in changed]
     assert len(set(models)) == 4
-    assert models[2] == model_of(replace(local, stages=plan_with({**ARGS, "hf_config_path": path}).stages), "talker")
+    assert models[2] == models_of(replace(local, stages=plan_with({**ARGS, "hf_config_path": path}).stages))["talker"]
 
 
 def test_models_with_other_weights_or_configs_have_other_identities(tmp_path: Path) -> None:

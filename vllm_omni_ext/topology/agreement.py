@@ -35,7 +35,7 @@ LOCAL_FIELDS = frozenset(
         "numa_bind_cpus",
         "numa_bind_nodes",
         "shutdown_timeout",
-        # Location and loading of the model on this host; the model itself is compared with `model_of`.
+        # Location and loading of the model on this host; the model itself is compared with `models_of`.
         "download_dir",
         "hf_config_path",
         "hf_token",
@@ -112,10 +112,20 @@ def config_hash(plan: Plan, stage_name: str) -> str:
     return _digest(_text(content))
 
 
-def model_of(plan: Plan, stage_name: str) -> str:
-    """Return the identity of the model that a stage loads (`model_identity`), with the stage's revision and config."""
-    args = plan.stage(stage_name).engine_args
-    return model_identity(plan.model, revision=args.get("revision"), config_path=args.get("hf_config_path"))
+def models_of(plan: Plan) -> dict[str, str]:
+    """Return the identity of the model that each stage loads (`model_identity`), with the stage's revision and config.
+
+    The files are read once for all stages with the same revision and config.
+    """
+    places = {
+        stage.name: (stage.engine_args.get("revision"), stage.engine_args.get("hf_config_path"))
+        for stage in plan.stages
+    }
+    models = {
+        (revision, config): model_identity(plan.model, revision=revision, config_path=config)
+        for revision, config in set(places.values())
+    }
+    return {name: models[place] for name, place in places.items()}
 
 
 def model_identity(model: str, *, revision: str | None = None, config_path: str | None = None) -> str:

@@ -46,7 +46,7 @@ from vllm_omni_ext.runtime.supervise.joining import (
     Refusal,
 )
 from vllm_omni_ext.runtime.supervise.process_watcher import Final, ReplicaSupervisor
-from vllm_omni_ext.topology.agreement import config_hash, model_of
+from vllm_omni_ext.topology.agreement import config_hash, models_of
 from vllm_omni_ext.topology.plan import Headless, Plan
 
 RETRY_S = 1.0
@@ -117,7 +117,7 @@ class HeadClient:
         self._where = f"{host}:{port}"
         self.host = headless.replica_address or reach(host, port)
         self._hash = config_hash(plan, headless.stage)
-        self._model = model_of(plan, headless.stage)
+        self._model = models_of(plan)[headless.stage]
         self.keys = Keys.read(plan.config.cluster.cluster_secret_file)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Socket = connect(

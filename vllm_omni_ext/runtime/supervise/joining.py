@@ -33,7 +33,7 @@ from vllm_omni_ext.runtime.launch.addresses import endpoint
 from vllm_omni_ext.runtime.supervise.api_servers import ApiServers
 from vllm_omni_ext.runtime.supervise.coordination import Coordination
 from vllm_omni_ext.runtime.supervise.process_watcher import ReplicaSupervisor
-from vllm_omni_ext.topology.agreement import config_hash, model_of
+from vllm_omni_ext.topology.agreement import config_hash, models_of
 from vllm_omni_ext.topology.plan import Plan
 
 MAX_ANSWER_BYTES = 256 * 1024
@@ -137,7 +137,7 @@ class Expected:
     """The values of the head that a `Join` must equal.
 
     Attributes:
-        models: identity of the model by stage name (`topology.agreement.model_of`).
+        models: identity of the model by stage name (`topology.agreement.models_of`).
         version: version of this package.
         stages: `config_hash` by stage name.
     """
@@ -149,9 +149,8 @@ class Expected:
     @classmethod
     def of(cls, plan: Plan) -> Expected:
         """Return the values of a plan that a joining replica must have too."""
-        names = [stage.name for stage in plan.stages]
-        stages = {name: config_hash(plan, name) for name in names}
-        return cls(models={name: model_of(plan, name) for name in names}, version=__version__, stages=stages)
+        stages = {stage.name: config_hash(plan, stage.name) for stage in plan.stages}
+        return cls(models=models_of(plan), version=__version__, stages=stages)
 
     def objection(self, replica: Join) -> str:
         """Return the reason to refuse a replica (another model, version, ...); "" if the replica may join."""
