@@ -26,7 +26,7 @@ from vllm_omni_ext.connectors.playback import Player
 from vllm_omni_ext.engine.output_groups import OutputGroup
 from vllm_omni_ext.engine.scheduler import streaming_input_scheduler
 from vllm_omni_ext.plugins.flow import Produced
-from vllm_omni_ext.wire.envelope import StageError, pack
+from vllm_omni_ext.wire.envelope import StageError, StageProgress, pack, unpack
 from vllm_omni_ext.wire.stage_input import CHUNK, INPUT, StageInput
 
 GROUP, FRAMES, SEQUENCES, BLOCKS = 4, 11, 3, 60
@@ -201,7 +201,7 @@ def test_sound_never_pauses_because_frames_are_joined(sizes: list[int], gaps: li
     """
     times = list(itertools.accumulate(gap / RATE for count, gap in gaps for _ in range(count)))
     stream = CodecStream("codec", ChunkSchedule(tuple(sizes), RATE), 25)
-    group, player, messages = OutputGroup(client=0, most=stream.joined["group"], rate=RATE), Player(), 0
+    group, player, messages = OutputGroup(most=stream.joined["group"], rate=RATE), Player(), 0
     for number, now in enumerate(times):
         last = number == len(times) - 1
         sent = list[EngineCoreOutput]()
@@ -221,9 +221,19 @@ def test_sound_never_pauses_because_frames_are_joined(sizes: list[int], gaps: li
     assert stream.frames.count == len(times) and messages <= len(times)
 
 
+def test_a_message_is_not_joined_with_frames() -> None:
+    group, sent = OutputGroup(most=8, rate=0.0, began=0.0), list[EngineCoreOutput]()
+    message = EngineCoreOutput("a", [1], pooling_output=pack(StageProgress(1, 2)))
+    for each in (output(0), message, output(2), output(3)):
+        group.add(each, 1.0, sent)
+    group.take(sent)
+    assert [each.new_token_ids for each in sent] == [[0], [1], [2, 3]]
+    assert sent[1] is message and unpack(message.pooling_output) == StageProgress(1, 2)
+
+
 def test_few_messages_are_sent_while_the_listener_has_sound() -> None:
     """A frame is made in 23 ms and played in 80 ms."""
-    group, sent = OutputGroup(client=0, most=8, rate=RATE), list[EngineCoreOutput]()
+    group, sent = OutputGroup(most=8, rate=RATE), list[EngineCoreOutput]()
     for number in range(100):
         group.add(output(number), number * 0.023, sent)
     assert len(sent) <= 25

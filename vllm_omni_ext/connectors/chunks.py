@@ -68,13 +68,16 @@ class ChunkCounter:
     Args:
         divide: a chunk has at most the items of its size; further items are pending until `add` is called again. False:
             a chunk has all pending items.
+
+    Attributes:
+        chunks: number of complete chunks so far.
     """
 
     def __init__(self, schedule: ChunkSchedule, *, divide: bool = False) -> None:
         self._schedule = schedule
         self._divide = divide
         self._pending = 0
-        self._index = 0
+        self.chunks = 0
         self._sent = 0
         self._closed = False
 
@@ -95,14 +98,14 @@ class ChunkCounter:
         self._closed = last
         chunk = self._pending = self._pending + items
         if not last:
-            due = self._schedule.due(self._index, self._sent, elapsed)
+            due = self._schedule.due(self.chunks, self._sent, elapsed)
             if due == ALL or chunk < due or chunk < least:
                 return None
             if self._divide:
-                chunk = min(chunk, max(least, self._schedule.size(self._index)))
+                chunk = min(chunk, max(least, self._schedule.size(self.chunks)))
         self._sent += chunk
         self._pending -= chunk
-        self._index += 1
+        self.chunks += 1
         return chunk
 
 
@@ -111,7 +114,6 @@ class ChunkWriter(Generic[T]):
 
     def __init__(self, schedule: ChunkSchedule) -> None:
         self._counter = ChunkCounter(schedule)
-        self._chunks = 0
         self._items: list[T] = []
 
     @property
@@ -130,7 +132,6 @@ class ChunkWriter(Generic[T]):
         self._items.extend(items)
         if count is None:
             return None
-        chunk = Chunk(self._chunks, tuple(self._items), last)
-        self._chunks += 1
+        chunk = Chunk(self._counter.chunks - 1, tuple(self._items), last)
         self._items.clear()
         return chunk

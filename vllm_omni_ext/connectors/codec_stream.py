@@ -128,8 +128,9 @@ class CodecStream:
         self._look_ahead_s = look_ahead / schedule.rate if schedule.rate else 0.0
         self._playback = Playback(schedule.rate) if schedule.rate else None
         self._chunks = ChunkCounter(schedule, divide=True)
-        self._joined = min(MOST_JOINED, schedule.sizes[-1] or MOST_JOINED) if schedule.rate else 1
-        self._rate = schedule.rate
+        joined = min(MOST_JOINED, schedule.sizes[-1] or MOST_JOINED) if schedule.rate else 1
+        self.joined: dict[str, Any] = {"group": joined, "rate": schedule.rate}
+        """Arguments of the `plugins.flow.Open` of the stage that makes the frames."""
         self._pending: deque[_Pending] = deque()
         self._next = 0
         self._submitted = 0
@@ -137,11 +138,6 @@ class CodecStream:
         self._samples = 0
         self._again = 0  # samples of a replay that the client has already received
         self._playing_since: float | None = None
-
-    @property
-    def joined(self) -> dict[str, Any]:
-        """The arguments `group` and `rate` of the `plugins.flow.Open` of the stage that makes the frames."""
-        return {"group": self._joined, "rate": self._rate}
 
     def take(self, frames: Any, *, last: bool, at: float, load: float = 1.0) -> Submit | None:
         """Add the frames of one output at time `at`; return the next part if it is due.

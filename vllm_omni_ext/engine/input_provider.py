@@ -89,8 +89,8 @@ class InputProvider(Protocol):
     ) -> Sequence[torch.Tensor | Ended | None]:
         """Return an output for each request of a step: a tensor, None for no output, or `Ended`.
 
-        The worker calls this method after sampling. `Ended` ends the request after this step, whatever token was
-        sampled. With tensor parallelism all ranks must return equal outputs.
+        The worker calls this method after sampling. `Ended` ends the request after this step, also if the
+        sampled token does not. With tensor parallelism all ranks must return equal outputs.
 
         Args:
             tokens: sampled tokens of each request; empty if the step has computed only a piece of its prompt.

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from vllm.v1.engine import EngineCoreOutput
 
+from vllm_omni_ext.wire.envelope import unpack
+
 
 @dataclass(slots=True)
 class OutputGroup:
@@ -22,7 +24,6 @@ class OutputGroup:
     Attributes:
         most: largest number of tokens in a message to the API server.
         rate: tokens per second that the consumer uses from its first token on; 0: each message has `most` tokens.
-        client: index of the API server that receives the outputs.
         sent: number of tokens sent.
         began: time of the first message, in seconds of a monotonic clock; None before it.
         held: the first held output, to which the tokens of the later ones are added; None: none is held.
@@ -31,7 +32,6 @@ class OutputGroup:
 
     most: int
     rate: float
-    client: int
     sent: int = 0
     began: float | None = None
     held: EngineCoreOutput | None = None
@@ -49,11 +49,11 @@ class OutputGroup:
     def add(self, output: EngineCoreOutput, now: float, sent: list[EngineCoreOutput]) -> None:
         """Hold the output of a step, or append it to `sent` with the held ones before it.
 
-        An output with more than tokens and a tensor, e.g. a finish reason, is not joined: the held outputs are sent
-        before it.
+        An output with more than tokens and a tensor of the model, e.g. with a finish reason or a message of
+        `wire.envelope`, is not joined: the held outputs are sent before it.
 
         Args:
-            output: its tensor is data of the model, not a message of `wire.envelope`.
+            output: the output of one step.
             now: seconds of the same clock as `began`.
             sent: outputs that the API server gets now, in their order.
         """
@@ -89,7 +89,7 @@ class OutputGroup:
 
 
 def _joins(output: EngineCoreOutput) -> bool:
-    """Return whether an output has new tokens, perhaps a tensor, and nothing else of its own.
+    """Return whether an output has new tokens, perhaps a tensor of the model, and nothing else of its own.
 
     Fields that vLLM sets only with a finish reason, or only in a request's first output, are not checked.
     """
@@ -102,4 +102,5 @@ def _joins(output: EngineCoreOutput) -> bool:
         and output.new_sampling_mask is None
         and not output.num_nans_in_logits
         and bool(output.new_token_ids)
+        and (output.pooling_output is None or unpack(output.pooling_output) is None)
     )

@@ -95,8 +95,7 @@ class StreamingInput(Scheduler):
             return
         self._progress[request.request_id] = InputProgress.of(stage_input, request.num_prompt_tokens)
         if stage_input.group > 1:
-            group = OutputGroup(stage_input.group, stage_input.rate, request.client_index)
-            self._groups[request.request_id] = group
+            self._groups[request.request_id] = OutputGroup(stage_input.group, stage_input.rate)
         # vLLM's hashes are those of the prompt's token ids.
         keys_a_block = self.hash_block_size // KEY_POSITIONS
         request.block_hashes = list(map(BlockHash, stage_input.prefix_keys[keys_a_block - 1 :: keys_a_block]))
@@ -159,7 +158,7 @@ class StreamingInput(Scheduler):
         return limit is not None and request.num_computed_tokens >= limit
 
     def _stuck(self, request: Request) -> bool:
-        return self._starved(request) and not request.num_in_flight_tokens
+        return not request.num_in_flight_tokens and self._starved(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self._blocked = False
@@ -244,26 +243,22 @@ class StreamingInput(Scheduler):
 
         The held outputs of a request are sent if its next step may not follow soon: it lacks input, or is preempted.
         """
-        now, groups, waiting = time.monotonic(), self._groups, dict(self._groups)
+        now, groups = time.monotonic(), self._groups
         for group in outputs.values():
             sent: list[EngineCoreOutput] = []
             for each in group.outputs:
-                name = each.request_id
-                if (joiner := groups.get(name)) is None:
+                if (joiner := groups.get(each.request_id)) is None:
                     sent.append(each)
                     continue
                 joiner.add(each, now, sent)
                 if each.finish_reason is not None:
-                    del groups[name], waiting[name]
-                elif joiner.held is None or self._progress[name].complete:
-                    del waiting[name]
+                    del groups[each.request_id]
             group.outputs = sent
-        for name, joiner in waiting.items():
-            request = self.requests.get(name) or self._parked.get(name)
-            if request is None:
+        for name, joiner in tuple(groups.items()):
+            if (request := self.requests.get(name) or self._parked.get(name)) is None:
                 del groups[name]
             elif joiner.held and (request.status is not RequestStatus.RUNNING or self._stuck(request)):
-                joiner.take(outputs.setdefault(joiner.client, EngineCoreOutputs()).outputs)
+                joiner.take(outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs)
         return {client: group for client, group in outputs.items() if _has_news(group)}
 
     def _cache_blocks(self, step: SchedulerOutput, result: ModelRunnerOutput) -> None:
