@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from vllm.sampling_params import SamplingParams
 
 from tests.orchestrator.test_admission import Desk
 from vllm_omni_ext.disaggregation.parameters import KEY
+from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.omni import AsyncOmni, _check_kv_transfer
 from vllm_omni_ext.wire.stage_input import RESERVED
 
@@ -25,6 +28,16 @@ async def test_parameters_of_a_refused_kv_transfer_reach_no_engine() -> None:
     """vLLM's server calls this for a refused request, with the parameters of the client."""
     omni: Any = None  # any use of it fails
     await AsyncOmni.notify_kv_transfer_request_rejected(omni, "r", {"do_remote_prefill": True}, data_parallel_rank=None)
+
+
+async def test_a_prompt_in_parts_is_refused_by_name() -> None:
+    async def parts() -> AsyncGenerator[Any, None]:
+        yield {"prompt_token_ids": [1]}
+
+    omni: Any = SimpleNamespace(_refuse_if_draining=lambda: None)
+    with pytest.raises(RequestError, match=r"^prompt: may not be an async generator") as caught:
+        AsyncOmni.generate(omni, parts(), SamplingParams(), "r")
+    assert caught.value.parameter == "prompt"
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {KEY: None}])

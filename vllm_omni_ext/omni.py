@@ -306,13 +306,13 @@ class AsyncOmni(TargetedLLM):
             RequestFailed: a stage could not finish the request.
         """
         self._refuse_if_draining()
+        if isinstance(prompt, AsyncGenerator):  # its parts would be requests of their own, on several replicas
+            raise RequestError("prompt: may not be an async generator; give the whole prompt", parameter="prompt")
         ticket = self.admission.ticket(sampling_params, options)
         _check_kv_transfer(sampling_params)
         _check_bad_words(sampling_params)
         refuse_empty_grammar(sampling_params)
         ticket.priority = stock["priority"] = self._priority(stock.get("priority"))
-        if isinstance(prompt, AsyncGenerator):  # vLLM's streamed input, for the frontend alone
-            return self._in_time(super().generate(prompt, sampling_params, request_id, **stock))
         if isinstance(prompt, dict) and "type" in prompt:
             request = self.input_processor.process_inputs(
                 request_id, prompt, sampling_params, _TASKS, **self._for_renderer(stock)

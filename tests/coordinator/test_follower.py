@@ -23,7 +23,7 @@ def up(member: Member, load: Load | None = BUSY) -> Entry:
 
 def test_changes_are_the_difference_of_two_views() -> None:
     follower = ViewDiff()
-    assert follower.take(view(up(A), Entry(B, State.DOWN))) == [Attach(A)]
+    assert follower.take(view(up(A), Entry(B, State.DOWN))) == [Attach(A), Attach(B), Detach(B, "it is down")]
     assert follower.take(view(Entry(A, State.SUSPECT), up(B))) == [Attach(B)]
     assert follower.take(view(Entry(A, State.DOWN), Entry(B, State.DRAINING))) == [Detach(A, "it is down")]
     assert follower.take(view(up(A))) == [Detach(B, "it has left"), Forget(B), Attach(A)]

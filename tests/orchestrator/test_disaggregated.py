@@ -105,6 +105,23 @@ async def test_without_a_prefill_replica_decode_computes_prompts() -> None:
     await world.end()
 
 
+@pytest.mark.parametrize("again", [False, True])
+async def test_decode_computes_the_prompts_of_suspects_when_no_prefill_replica_is_left(again: bool) -> None:
+    """Requests of a prefill replica that has ended wait, one at a time, for another one."""
+    world = World(prefill=2)
+    await world.start(*"abcd", sound=False)
+    await world.settle()
+    for replica in (P0, P1):
+        world.kill(replica, again=again)
+        await world.settle()
+    assert not world.orchestrator.machine.placement.waiting
+    await world.run()
+    left = [name for name in "abcd" if name not in world.failures]
+    world.check(*left)
+    assert len(left) >= 3, "one may have ended both"
+    await world.end()
+
+
 async def test_without_a_decode_replica_requests_are_refused() -> None:
     world = World(prefill=1)
     world.kill(D0, again=False)

@@ -279,11 +279,14 @@ def test_state_of_a_forgotten_replica_is_released(stack: contextlib.ExitStack) -
     running = Running(stack)
     running.servers.listen(NEW)
     running.servers.forgotten(NEW)
-    assert NEW in running.deployment.listening, "it is starting: the name was assigned again"
-    running.servers.ready(NEW, ABOUT)
+    assert NEW not in running.deployment.listening, "it has sent heartbeats, and was not ready yet"
+    running.join(NEW)
+    running.servers._receive(0, msg.OperatorChange("id", ReplicasSlept((NEW,), asleep=True)))
     running.servers.forgotten(NEW)
     assert NEW not in running.deployment.listening
-    assert set(running.restart(0).about) == {THINKER, TALKER}
+    connections = running.restart(0)
+    assert set(connections.about) == {THINKER, TALKER} and connections.starting == ()
+    assert connections.operator_state.asleep == frozenset(), "the next replica of that name is awake"
 
 
 def test_restarts_while_an_api_server_is_down_are_part_of_its_connections(stack: contextlib.ExitStack) -> None:

@@ -143,6 +143,19 @@ async def test_failure_or_death_of_one_replica_hides_no_other_answer() -> None:
             await later
 
 
+async def test_a_replica_that_is_lost_while_sleep_is_shared_hides_no_other_answer() -> None:
+    bench = Bench()
+
+    async def share(change: ReplicasSlept) -> None:
+        await bench.apply(change)
+        bench.lose("talker/1")
+
+    bench.calls.share = share  # type: ignore[assignment]
+    replies = texts(await bench.calls.to(["talker", "code2wav"], "sleep_async", 1, "abort"))
+    assert str(replies.pop("talker/1")) == "replica talker/1 is gone"
+    assert replies == {"talker/0": None, "code2wav/0": None} and bench.called() == ["talker/0", "code2wav/0"]
+
+
 async def test_a_silent_replica_has_failed_after_the_timeout_and_nothing_is_kept_of_the_call() -> None:
     bench = Bench()
     bench.answer("is_sleeping", asyncio.Event(), "talker/1")

@@ -221,11 +221,15 @@ def test_joins_and_ends_of_replicas_are_reported_to_the_operator(bench: Bench) -
     bench.tell(Gone(ticket="b", reason="its process was killed by SIGKILL", again=True, log="/logs/talker-2.log"))
     bench.forgotten(2, epoch=2)  # reported already
     bench.forgotten(3, epoch=3, silent=True)
+    bench.tell(Gone(ticket="a", reason="its process exited with status 1", again=True))
+    bench.tell(Gone(ticket="a", reason="reported already", again=True))
+    bench.tell(Gone(ticket="c", reason="reported already", again=True))
     assert bench.lines == [
         "replica talker/1 of 10.0.0.2 has left",
         "error: replica talker/2 of 10.0.0.2 is gone: its process was killed by SIGKILL; it is started again there; "
         "its log there: /logs/talker-2.log",
         "error: replica talker/3 of 10.0.0.2 is gone: no heartbeat came for too long",
+        "error: replica talker/1 of 10.0.0.2 is gone: its process exited with status 1; it is started again there",
     ]
 
 

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
+import torch
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -299,6 +301,75 @@ async def test_requests_of_the_only_replica_wait_when_its_engine_fails_before_it
     if again:
         await bench.up(A)
         assert bench.where("a") == A
+
+
+@pytest.mark.parametrize("text", [True, False])
+async def test_an_output_that_cannot_be_decoded_fails_only_its_request(bench: Bench, text: bool) -> None:
+    failed: list[tuple[str, str]] = []
+    bench.orchestrator._failed = lambda name, error: failed.append((name, str(error)))
+    bench.orchestrator.runtime.decode = mock.Mock(side_effect=ValueError("odd shape"))  # type: ignore[method-assign]
+    bench.replica_connections.ended(B, "gone", again=False)
+    await bench.settle()
+    await bench.open("bad", "good")
+    bad, good = output("bad", 5, tensor=torch.zeros(2, 2)), output("good", 6, end="stop")
+    bench.of(A).say(EngineCoreOutputs(outputs=[bad, good] if text else [bad]))
+    bench.of(A).say(EngineCoreOutputs(outputs=[good]))
+    await bench.settle()
+    assert [(name, error.splitlines()[0]) for name, error in failed] == [("bad", "odd shape")]
+    assert bench.delivered == [(A, "good")] and ("abort", "bad") in bench.of(A).sent
+    assert not bench.orchestrator.held() and bench.replica_connections.state(A) == "UP"
+
+
+async def test_requests_move_when_the_outputs_of_a_replica_cannot_be_received(bench: Bench) -> None:
+    await bench.open("a", "b")
+    bench.of(A).say(ValueError("malformed"))
+    await bench.settle()
+    assert bench.where("a") == bench.where("b") == B
+    assert bench.replica_connections.state(A) == "DOWN" and bench.lost == [A]
+    await bench.up(A)
+
+
+async def test_waiting_requests_fail_when_their_silent_replica_ends_for_good(bench: Bench) -> None:
+    bench.replica_connections.ended(B, "gone", again=False)
+    await bench.view(entry(A))
+    await bench.open("a")
+    await bench.view(entry(A, State.DOWN))
+    assert len(bench.orchestrator.machine.placement.waiting) == 1
+    bench.replica_connections.ended(A, "killed", again=False)
+    await bench.settle()
+    assert not bench.orchestrator.held() and not bench.orchestrator.machine.placement.available("text")
+
+
+async def test_requests_wait_for_a_replica_that_is_down_in_the_first_view(bench: Bench) -> None:
+    """The first view of an API server that is started again."""
+    bench.replica_connections.ended(B, "gone", again=False)
+    await bench.view(entry(A, State.DOWN))
+    await bench.open("a")
+    assert bench.where("a") is None and bench.pool.replicas == () and bench.orchestrator.held()
+    await bench.view(entry(A))
+    bench.of(A).fences[0].set_result(None)
+    await bench.settle()
+    assert bench.where("a") == A
+
+
+@pytest.mark.parametrize("failed", [True, False])
+async def test_nothing_is_kept_of_a_replica_of_another_host_that_has_left(bench: Bench, failed: bool) -> None:
+    """An engine that fails with an exception reports that to its clients and leaves, before its process ends."""
+    connections = bench.replica_connections
+    await bench.up(FAR)
+    await bench.view(entry(A), entry(B), entry(FAR))
+    connections.slept([FAR], asleep=True)
+    if failed:
+        bench.of(FAR).say(EngineDeadError())
+        await bench.settle()
+    await bench.view(entry(A), entry(B))
+    assert FAR not in bench.orchestrator.machine.placement.announced
+    await bench.up(FAR)
+    for state in (State.UP, State.DOWN, State.UP):
+        await bench.view(entry(A), entry(B), entry(FAR, state, epoch=2))
+    bench.of(FAR).fences[-1].set_result(None)
+    await bench.settle()
+    assert connections.state(FAR) == "UP" and not bench.pool.is_asleep(FAR)
 
 
 @pytest.mark.parametrize("how", ["ended", "not connected", "forgotten"])

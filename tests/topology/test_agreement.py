@@ -249,6 +249,15 @@ def test_hub_ids_have_their_revision() -> None:
     assert model_identity("Qwen/Qwen3", config_path="mine") == "Qwen/Qwen3@main config mine"
 
 
+def test_a_config_in_a_directory_counts_by_its_content_and_one_of_the_hub_by_its_id(tmp_path: Path) -> None:
+    folder, same = write(tmp_path / "a", config={"x": 1}), write(tmp_path / "b", config={"x": 1})
+    before = model_identity("Qwen/Qwen3", config_path=folder)
+    assert before == model_identity("Qwen/Qwen3", config_path=same) != model_identity("Qwen/Qwen3")
+    assert model_identity(folder, config_path="org/one") != model_identity(folder, config_path="org/two")
+    (Path(folder) / "config.json").write_text('{"x": 2}')
+    assert model_identity("Qwen/Qwen3", config_path=folder) != before
+
+
 def test_a_file_and_a_config_in_another_folder_are_read(tmp_path: Path) -> None:
     folder, other = write(tmp_path / "a"), write(tmp_path / "b", config={"x": 1})
     assert model_identity(folder, config_path=other) == model_identity(other) != model_identity(folder)

@@ -178,7 +178,10 @@ class ViewDiff:
         self._kept: dict[ReplicaId, Entry] = {}
 
     def take(self, view: View) -> list[Change]:
-        """Store the next view. Return the changes since the last view, in this order: `Detach`, `Forget`, `Attach`."""
+        """Store the next view. Return the changes since the last view, in this order: `Detach`, `Forget`, `Attach`.
+
+        In the first view with replicas each one has an `Attach`, and one that is DOWN a `Detach` after it.
+        """
         before = self.view
         if before is not None and before.generation != view.generation:
             self._kept = {entry.member.id: entry for entry in _unloaded(before.replicas)}
@@ -216,6 +219,9 @@ def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[Change]:
         return []  # most views differ in loads only, and comparing costs less than hashing
     was, now = {e.member: e.state for e in before}, {e.member: e.state for e in after}
     attached_before, attached = _attached(was), _attached(now)
+    if not was:  # an API server that is started while a replica does not answer is connected to it
+        down = [Detach(m, f"it is {state.value}") for m, state in now.items() if m not in attached]
+        return [*map(Attach, now), *down]
     found: list[Change] = [
         Detach(m, f"it is {now[m].value}" if m in now else LEFT) for m in attached_before if m not in attached
     ]

@@ -152,6 +152,9 @@ class RequestMachine:
                 self._out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
             self.router.unclaimed(event)
             return
+        if isinstance(event.payload, Exception):
+            self._fail(binding.state, binding.stage, event.payload)
+            return
         self.placement.output(binding)
         if isinstance(binding, Prompt):
             self._out(m.Accept(binding.name, self.router.answers(binding)))
@@ -582,6 +585,7 @@ class RequestMachine:
         """Count the end of a process that had stopped answering; fail requests that were lost `MOST_LOSSES` times."""
         for binding in self.placement.ended(event.replica):
             self._fail_fatal(binding, event.replica, f"replica {event.replica} is gone: {event.reason}")
+        self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
 
     def _fail_fatal(self, binding: Binding, replica: ReplicaId, reason: str) -> None:
         """Fail a request because its stage has repeatedly lost the replica that had it."""
@@ -596,8 +600,16 @@ class RequestMachine:
         self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
 
     def _give_up(self, stage: str, reason: str) -> None:
-        """Fail all requests that need the stage, if it has no replica and can get none."""
-        if self.placement.available(stage) or stage in self.router.stages[:-1]:
+        """Fail all requests that need the stage, if it has no replica and can get none.
+
+        Prompts that wait for a prefill replica do not wait for the next one: decode replicas compute them.
+        """
+        if stage in self.router.stages[:-1]:
+            if not self.placement.pools[stage].takes_requests:
+                for binding in self.placement.take_waiting(stage):
+                    self._place_again(binding, reason)
+            return
+        if self.placement.available(stage):
             return
         waiting = [binding.state for binding in self.placement.waiting if binding.stage == stage]
         name = self._model_stage(stage)

@@ -196,11 +196,26 @@ class Orchestrator:
     async def produced(self, replica: ReplicaId, output: EngineCoreOutput) -> bool:
         """Handle one engine output: pass it to the request machine, and send the messages that result.
 
-        The output's tensor is removed, and so are its tokens if the request has ended or is on another replica now.
+        The output's tensor is removed, and so are its tokens if the request has ended or is on another replica now. If
+        the output cannot be handled, e.g. because the plugin does not decode its tensor, its request fails.
 
         Returns:
             True if vLLM's output processor must receive the output; its `request_id` is then the client's.
         """
+        engine_id = output.request_id
+        try:
+            accepted = self._produced(replica, output)
+        except Exception as error:  # only this request fails
+            accepted = self._decide(m.Output(replica=replica, engine_id=engine_id, payload=error))
+        if self._queue:
+            await self._send_all()
+        if accepted is None:
+            output.new_token_ids = []  # no caller receives them, so statistics must not count them
+            return False
+        output.request_id = accepted.name
+        return accepted.to_client
+
+    def _produced(self, replica: ReplicaId, output: EngineCoreOutput) -> m.Accept | None:
         tensor, output.pooling_output = output.pooling_output, None
         payload = hidden_states = None
         if tensor is not None:
@@ -223,14 +238,7 @@ class Orchestrator:
         )
         if self.machine.router.private_kv:
             output.kv_transfer_params = None  # internal addresses must not reach the client
-        accepted = self._decide(event)
-        if self._queue:
-            await self._send_all()
-        if accepted is None:
-            output.new_token_ids = []  # no caller receives them, so statistics must not count them
-            return False
-        output.request_id = accepted.name
-        return accepted.to_client
+        return self._decide(event)
 
     # -- effects ------------------------------------------------------------------------------------------------
 

@@ -138,17 +138,22 @@ def model_identity(model: str, *, revision: str | None = None, config_path: str 
 
     Returns:
         For a directory or file, a hash of its config and of the names, sizes and samples of its weights; for a hub id,
-        the id with its revision.
+        the id with its revision. A config in a directory counts by its content, one of the hub by its id.
 
     Raises:
         ConfigError: the model cannot be read.
     """
     path = Path(model).expanduser()
-    if not path.exists():
-        return f"{model}@{revision or 'main'}" + (f" config {config_path}" if config_path else "")
     try:
+        config: Any = None
+        if config_path:
+            folder = Path(config_path).expanduser()
+            config = _config(folder) if folder.exists() else config_path
+        if not path.exists():
+            place = config if isinstance(config, str) else _digest(_text(config))
+            return f"{model}@{revision or 'main'}" + (f" config {place}" if config_path else "")
         weights = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _WEIGHTS)
-        content = [_config(Path(config_path).expanduser() if config_path else path), *map(_weight_file, weights)]
+        content = [config if config_path else _config(path), *map(_weight_file, weights)]
     except OSError as err:
         raise ConfigError(f"model: '{model}' cannot be read: {err}") from err
     return _digest(_text(content))

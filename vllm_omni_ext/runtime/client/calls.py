@@ -227,7 +227,8 @@ class Calls:
     ) -> Replies:
         if utility in (SLEEP, PAUSE):  # before the call, and also if the call fails: vLLM pauses the engine first
             await self.share(ReplicasSlept(tuple(replicas), asleep=True))
-        answers = await asyncio.gather(*(_call(self._replicas[name], utility, args, timeout_s) for name in replicas))
+        now = self._replicas  # a replica may have ended since
+        answers = await asyncio.gather(*(_call(name, now.get(name), utility, args, timeout_s) for name in replicas))
         replies = dict(zip(replicas, answers, strict=True))
         if utility in (WAKE, RESUME):
             done = (lambda reply: reply.value) if utility == WAKE else (lambda reply: reply.error is None)
@@ -236,16 +237,20 @@ class Calls:
         return replies
 
 
-async def _call(replica: Replica, utility: str, args: tuple[Any, ...], timeout_s: float | None) -> Reply:
+async def _call(
+    name: ReplicaId, replica: Replica | None, utility: str, args: tuple[Any, ...], timeout_s: float | None
+) -> Reply:
     if utility == PROFILE:
-        args = _named_after(replica.id, args)
+        args = _named_after(name, args)
     try:
+        if replica is None:
+            raise EngineDeadError
         async with asyncio.timeout(timeout_s):
             return Reply(await replica.call(utility, *args))
     except TimeoutError:
         return Reply(error=RequestFailed(f"no answer within {timeout_s:g} s"))
     except EngineDeadError:
-        return Reply(error=StageUnavailable(f"replica {replica.id} is gone"))
+        return Reply(error=StageUnavailable(f"replica {name} is gone"))
     except Exception as error:  # no error of one replica may hide the answers of the others
         return Reply(error=error)
 

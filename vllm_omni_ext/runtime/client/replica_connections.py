@@ -351,6 +351,9 @@ class ReplicaConnections:
             if not replica.reason:  # the engine itself has reported its end; `ended` follows when its process has ended
                 self._orchestrator.announce(replica.id)
             await self._drop(replica, reason, ended=True)
+        except Exception as error:  # its other outputs cannot be received either
+            log.exception("outputs of replica %s cannot be received", replica.id)
+            await self._drop(replica, f"its outputs cannot be received: {error}")
 
     async def _drop(self, replica: StockReplica, reason: str, *, ended: bool = False) -> None:
         if self.replicas.get(replica.id) is not replica:
@@ -360,6 +363,7 @@ class ReplicaConnections:
         # ever.
         replica.close(timeout=0)
         del self.replicas[replica.id]
+        self._asleep.discard(replica.id)
         self._lost_requests.pop(replica.id, None)
         self._members.pop(replica.id, None)
         self.reports.pop(replica.id, None)
@@ -418,8 +422,8 @@ class ReplicaConnections:
             del self._members[replica]
             if connected is not None:
                 await self._drop(connected, LEFT)
-            await self._orchestrator.never_up(replica, LEFT)
         if replica not in self.replicas and replica not in self._connect_tasks:
+            await self._orchestrator.never_up(replica, LEFT)
             self.about.pop(replica, None)
             self._observer.forgotten(replica)
 

@@ -164,22 +164,22 @@ class ApiServers:
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """Drop the data of a replica that has ended, and send `ReplicaEnded`; `again`: it will be restarted."""
-        (self._starting.add if again else self._starting.discard)(replica)
+        self._drop(replica)
+        if again:
+            self._starting.add(replica)
+        self._broadcast(ReplicaEnded(replica, reason, again))
+
+    def forgotten(self, replica: ReplicaId) -> None:
+        """Drop the data of a replica that the coordinator has removed, before its id is used again."""
+        self._drop(replica)
+
+    def _drop(self, replica: ReplicaId) -> None:
+        self._starting.discard(replica)
         self._about.pop(replica, None)
         self._ready_responses.pop(replica, None)
         self._deployment.unlisten(replica)
         with self._changing:
             self._changes.replica_ended(replica)
-        self._broadcast(ReplicaEnded(replica, reason, again))
-
-    def forgotten(self, replica: ReplicaId) -> None:
-        """Drop the data of a replica that the coordinator has removed.
-
-        Does nothing if `ended` has dropped the data already: then the id may be in use again.
-        """
-        if self._about.pop(replica, None) is not None:
-            self._ready_responses.pop(replica, None)
-            self._deployment.unlisten(replica)
 
     # -- when an API server dies ---------------------------------------------------------------------------------
 

@@ -173,6 +173,11 @@ MAX_FRAME_BYTES = 16 * MAX_MESSAGE_BYTES
 WITHHELD = "it does not belong to this deployment; the reason is in the head's log"
 """Error text that is sent instead of the reason if the head has no secret: the reason would help an attacker."""
 
+REPORT_S = 60.0
+"""Seconds after which the reason for the end of a replica that has left is not reported any more.
+
+A replica whose engine fails with an exception leaves before its process ends."""
+
 LOG_EVERY_S = 1.0
 """Seconds in which at most one refusal is logged, so that a flood of messages does not fill the disk."""
 
@@ -249,6 +254,8 @@ class JoinServer:
         self._tell = tell
         self._expected = expected
         self._entries: dict[str, _Entry] = {}
+        self._left: dict[str, _Entry] = {}
+        """Replicas that have left within `REPORT_S`, by ticket."""
         self.dropped = 0
         self._keys = Keys.read(cluster.cluster_secret_file)
         self._refusals = Refusals(with_reason=self._keys is not None)
@@ -286,6 +293,8 @@ class JoinServer:
                     self._tell(f"error: replica {member.id} of {entry.host} is gone: no heartbeat came for too long")
                 else:
                     self._tell(f"replica {member.id} of {entry.host} has left")
+                    self._left[ticket] = entry
+                    self._replica_supervisor.after(REPORT_S, partial(self._left.pop, ticket, None))
 
     async def _serve_handshakes(self) -> None:
         while True:
@@ -324,6 +333,8 @@ class JoinServer:
                 self._ready(self._entries[ticket], message)
             case Gone(ticket=ticket) if ticket in self._entries:
                 self._end(ticket, message.reason, again=message.again, log_file=message.log)
+            case Gone(ticket=ticket) if ticket in self._left:
+                self._tell_end(self._left.pop(ticket), message.reason, again=message.again, log_file=message.log)
         return None
 
     def _ready(self, entry: _Entry, message: Present) -> None:
@@ -337,10 +348,13 @@ class JoinServer:
         entry = self._entries.pop(ticket)
         replica = entry.member.id
         self._servers.ended(replica, reason, again=again)
+        self._tell_end(entry, reason, again=again, log_file=log_file)
+        self._coordination.leave(replica)
+
+    def _tell_end(self, entry: _Entry, reason: str, *, again: bool, log_file: str) -> None:
         then = f"it is {'' if again else 'not '}started again there"
         log_text = f"; its log there: {log_file}" if log_file else ""
-        self._tell(f"error: replica {replica} of {entry.host} is gone: {reason}; {then}{log_text}")
-        self._coordination.leave(replica)
+        self._tell(f"error: replica {entry.member.id} of {entry.host} is gone: {reason}; {then}{log_text}")
 
     def _join(self, message: Join) -> Joined | Refusal:
         if message.ticket in self._entries:

@@ -101,7 +101,7 @@ class ChildSupervisor:
 
         return asyncio.run_coroutine_threadsafe(logged(), self._loop)
 
-    def after(self, pause_s: float, work: Callable[[], None]) -> None:
+    def after(self, pause_s: float, work: Callable[[], object]) -> None:
         """Run `work` after `pause_s` seconds. Called in the supervisor's thread."""
         self._loop.call_later(pause_s, work)
 
