@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -32,6 +33,9 @@ REPORT = ROOT / "docs" / "gpu.md"
 SAID_LINES = 40
 END_S = 60.0
 LOOK_EVERY_S = 0.1
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
 SINGLE = ("each", "first_s", "gaps_s")
 """Keys with figures of single answers, which the report leaves out."""
 
@@ -95,7 +99,15 @@ def run(part: Part, folder: Path, env: Mapping[str, str], *, limit_s: float = LI
     began = time.monotonic()
     with part.log(folder).open("wb") as log:
         words = part.command(sys.executable, folder)
-        process = subprocess.Popen(words, cwd=folder, env=dict(env), stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=dict(env),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=interrupt_with_parent,
+        )
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -103,6 +115,16 @@ def run(part: Part, folder: Path, env: Mapping[str, str], *, limit_s: float = LI
         finally:
             end(process)
     return {0: OK, REFUSED_STATUS: REFUSED}.get(status, FAILED), time.monotonic() - began
+
+
+def interrupt_with_parent() -> None:
+    """Let the kernel send this process SIGINT when its parent ends, so that a part does not keep the device."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+
+
+def interrupt(*_: Any) -> None:
+    """Handler of SIGTERM, which a time limit sends: end the current part, as on SIGINT."""
+    raise KeyboardInterrupt
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -252,4 +274,5 @@ def run_all(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, interrupt)
     sys.exit(main())

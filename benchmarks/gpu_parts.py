@@ -270,7 +270,8 @@ class Results:
 
         Args:
             known: all parts.
-            wanted: names of the parts to run; empty: all that have not ended well with this commit.
+            wanted: names of the parts to run; empty: all that have not ended well with this commit, those that have
+                failed with it last.
 
         Raises:
             KeyError: a part of `wanted` does not exist.
@@ -279,4 +280,5 @@ class Results:
         if wanted:
             return [by_name[name] for name in wanted]
         done = {name for name, r in self.parts.items() if r.commit == commit and r.state in (OK, REFUSED, LEFT_OUT)}
-        return [part for part in known if part.name not in done]
+        failed = {name for name, result in self.parts.items() if result.commit == commit}
+        return sorted((part for part in known if part.name not in done), key=lambda part: part.name in failed)

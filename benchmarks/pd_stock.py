@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+sys.path.append(str(Path(__file__).parents[1]))  # run as a file, from anywhere
 
 import aiohttp
 import numpy as np

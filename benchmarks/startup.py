@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file, from anywhere
+sys.path.append(str(Path(__file__).parents[1]))  # run as a file, from anywhere
 
 from checkpoint import checkpoint, parser
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import websockets
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from examples.server import Server
 from vllm_omni_ext.model_plugins.qwen3_omni.tiny.config import REAL_VOCAB, Sizes

@@ -175,7 +175,8 @@ def _some(names: list[str]) -> str:
 
 
 def _open(path: Path, device: torch.device | str) -> Any:
-    return _read(path, lambda: safe_open(path, framework="pt", device=str(device)))
+    current = torch.empty(0, device=device).device  # safetensors takes "cuda" as cuda:0, not as the current device
+    return _read(path, lambda: safe_open(path, framework="pt", device=str(current)))
 
 
 def _json(path: Path) -> dict[str, Any]:

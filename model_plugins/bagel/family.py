@@ -17,6 +17,8 @@ _ENGINE = {
     "enforce_eager": True,
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
+    "cpu_offload_gb": 0,
+    "quantization": None,
 }
 
 _LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 4 * 2 * (64 * 64 + 2)}

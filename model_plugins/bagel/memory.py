@@ -10,6 +10,29 @@ from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes, LlmSizes
 
 FLOAT32_BYTES = 4
 
+STEP_HIDDEN = 6
+"""Number of tensors `[tokens, hidden]` that are alive at the same time: hidden state, residual, their normed copies,
+the step's embeddings, attended values."""
+
+VAE_TENSORS = 4
+"""Tensors of the size of the decoder's largest activation that are alive at the same time."""
+
+
+def step_elements(sizes: LlmSizes) -> tuple[int, int]:
+    """Return the elements of a step's activations for each token: (whole ones, those that tensor parallelism divides).
+
+    The divided ones are queries, keys and values, twice for RoPE, and the MLP.
+    """
+    return STEP_HIDDEN * sizes.hidden, 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim + 3 * sizes.feed_forward
+
+
+def autoencoder_elements(sizes: BagelSizes) -> int:
+    """Return the elements of the autoencoder's activations for the largest picture.
+
+    They are float32: each counts as two elements of 16 bits.
+    """
+    return 2 * VAE_TENSORS * sizes.vae_resize.longest**2 * max(sizes.vae.widths[:2])
+
 
 def kv_bytes_per_token(sizes: LlmSizes, element_bytes: int) -> int:
     """Return the bytes of one token's keys and values in all layers; `element_bytes`: 2 for bfloat16, 4 for float32."""

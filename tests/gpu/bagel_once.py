@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # run as a file
+sys.path.append(str(ROOT))  # run as a file
 
 PICTURES = ("t2i_fp32", "t2i_nocfg_fp32", "edit_fp32")
 TEXT = "chat_fp32"

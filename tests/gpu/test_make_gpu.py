@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.gpu import run_once
+from tests.support.cluster import until
 
 ROOT = Path(__file__).parents[2]
 MODES = ("fp32-eager-v2", "bf16-graphs-v2", "fp32-graphs-v2-nixl")
@@ -97,7 +98,8 @@ def test_a_part_that_has_ended_well_is_not_run_again(table: ModuleType, tmp_path
     again = table.Results.read(file).on(MACHINE)
     assert again == results
     left = [part.name for part in again.left(known, (), "new")]
-    assert left == [part.name for part in known if part.name not in (known[0].name, "start", "text")]
+    rest = [part.name for part in known if part.name not in (known[0].name, known[1].name, "start", "text")]
+    assert left == [*rest, known[1].name], "parts that have not run come before one that has failed"
     assert [part.name for part in again.left(known, ["start", known[0].name], "new")] == ["start", known[0].name]
     assert again.on({**MACHINE, "driver": "590"}).parts == {}
 
@@ -120,6 +122,32 @@ def test_a_part_that_takes_too_long_is_ended_with_its_processes(
     result = program.result_of(part, tmp_path, state, seconds, "abc")
     assert result.said.startswith("begun") and result.figures is None
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_a_part_ends_with_the_program(number: signal.Signals, tmp_path: Path) -> None:
+    pid, script = tmp_path / "pid", tmp_path / "part.py"
+    script.write_text(
+        f"import os, pathlib, time\nfile = pathlib.Path({str(pid)!r})\n"
+        "file.with_suffix('.new').write_text(str(os.getpid()))\nfile.with_suffix('.new').rename(file)\ntime.sleep(60)\n"
+    )
+    program = (
+        f"import os, pathlib, signal, sys\nsys.path.append({str(ROOT / 'benchmarks')!r})\nimport gpu, gpu_parts\n"
+        f"signal.signal(signal.SIGTERM, gpu.interrupt)\npart = gpu_parts.Part('slow', 'waits', ({str(script)!r},))\n"
+        f"gpu.run(part, pathlib.Path({str(tmp_path)!r}), dict(os.environ))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as running:
+        assert until(pid.exists, 30)
+        part = psutil.Process(int(pid.read_text()))
+        running.send_signal(number)
+    assert until(lambda: not part.is_running() or part.status() == psutil.STATUS_ZOMBIE, 30)
+
+
+def test_no_program_comes_before_the_package_on_the_path() -> None:
+    """Where the package is not installed, it is in a folder of PYTHONPATH; the repository's has no model plugins."""
+    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*_once.py")]
+    assert [each.name for each in programs if "sys.path.insert" in each.read_text()] == []
 
 
 @pytest.mark.engine

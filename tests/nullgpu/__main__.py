@@ -236,9 +236,14 @@ def wrong_picture(server: NullServer, ask: Picture) -> Iterator[str]:
     client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
     began = time.monotonic()
     try:
-        answer: Any = client.images.generate(
-            model="m", prompt="a red fox", size=ask.size, response_format="b64_json", extra_body=dict(ask.fields)
-        )
+        fields: dict[str, Any] = {"model": "m", "prompt": "a red fox", "response_format": "b64_json"}
+        fields["extra_body"] = dict(ask.fields)
+        if ask.edit:
+            file = io.BytesIO()
+            noise(*map(int, ask.size.split("x"))).save(file, "PNG")
+            answer: Any = client.images.edit(image=("noise.png", file.getvalue()), **fields)
+        else:
+            answer = client.images.generate(size=ask.size, **fields)
     except openai.OpenAIError as error:
         yield f"{ask.name}: {error}"
         return
@@ -254,10 +259,10 @@ def made(part: Mapping[str, Any]) -> Mapping[str, Any]:
         return part
     if part["type"] == "audio":
         return {"type": "audio_url", "audio_url": {"url": media.audio_url(media.audio(part["seconds"], seed=0))}}
-    size = part["height"], part["width"], 3
-    picture = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+    image = noise(part["width"], part["height"])
     if part["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": media.image_url(Image.fromarray(picture))}}
+        return {"type": "image_url", "image_url": {"url": media.image_url(image)}}
+    picture = np.asarray(image)
     data = io.BytesIO()
     with av.open(data, "w", format="mp4") as file:
         stream = file.add_stream("mpeg4", rate=2, width=part["width"], height=part["height"], pix_fmt="yuv420p")
@@ -266,6 +271,11 @@ def made(part: Mapping[str, Any]) -> Mapping[str, Any]:
         file.mux(stream.encode(None))
     url = f"data:video/mp4;base64,{base64.b64encode(data.getvalue()).decode()}"
     return {"type": "video_url", "video_url": {"url": url}}
+
+
+def noise(width: int, height: int) -> Image.Image:
+    """Return a picture whose pixels are random."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8))
 
 
 def wrong_restart(server: NullServer, step: Restart) -> Iterator[str]:

@@ -51,10 +51,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One request for pictures: `size` as `512x512`, and more fields."""
+    """One request for pictures: `size` as `512x512`, and more fields.
+
+    Attributes:
+        edit: a picture of that size is edited.
+    """
 
     name: str
     size: str
+    edit: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -141,6 +146,7 @@ IMAGE_KERNEL = ("kernel_unified_attention",)
 PICTURES = (
     Picture(name="picture", size="512x512", fields={"num_inference_steps": 4}),
     Picture(name="large picture", size="1024x1024", fields={"num_inference_steps": 4}),
+    Picture(name="edited picture", size="1024x1024", fields={"num_inference_steps": 4}, edit=True),
     Ask(name="described image", content=({"type": "image", "width": 980, "height": 980}, say("What is this?"))),
 )
 
@@ -223,6 +229,7 @@ SCENARIOS = (
         ),
     ),
     Scenario(name="bagel", model="bagel", gpu=H100, steps=PICTURES, compiles=IMAGE_KERNEL),
+    Scenario(name="bagel-h200", model="bagel", gpu=H200, steps=PICTURES, compiles=IMAGE_KERNEL),
     Scenario(
         name="bagel-single",
         model="bagel",

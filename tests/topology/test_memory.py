@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, WeightPart
+from vllm_omni_ext.plugins.memory import LIBRARY_BYTES, EncoderMemory, StageFacts, WeightPart
 from vllm_omni_ext.topology.memory import (
     COMMUNICATION_BYTES,
     CONTEXT_BYTES,
     GIB,
     GRAPH_LAYER_BYTES,
-    LIBRARY_BYTES,
     Need,
     need,
 )

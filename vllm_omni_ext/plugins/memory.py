@@ -15,6 +15,10 @@ StoredTensors = Mapping[str, tuple[str, int, int]]
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes that vLLM converts to the engine's dtype when it loads a tensor; other dtypes stay as they are."""
 
+LIBRARY_BYTES = 512 << 20
+"""Workspaces of libraries in each process: 394 MiB for FlashInfer's attention
+(`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`), the rest for cuBLAS and cuDNN."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts
+from vllm_omni_ext.plugins.memory import LIBRARY_BYTES, EncoderMemory, StageFacts
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -22,10 +22,6 @@ measures free memory, so that `gpu_memory_utilization` does not include it.
 COMMUNICATION_BYTES = GIB
 """NCCL's channels and vLLM's buffers for all-reduce, if a replica has several devices. An estimate. Like the CUDA
 context, they are allocated before vLLM measures free memory."""
-
-LIBRARY_BYTES = 512 * MIB
-"""Workspaces of libraries in each process: 394 MiB for FlashInfer's attention
-(`VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`), the rest for cuBLAS and cuDNN."""
 
 GRAPH_LAYER_BYTES = 512 << 10
 """Bytes of one layer in one captured CUDA graph, an estimate. For models with 32 to 36 layers, vLLM logs 0.5 to 0.85

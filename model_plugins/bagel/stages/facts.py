@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
-from vllm_omni_ext.model_plugins.bagel.memory import kv_bytes_per_token, picture_tokens
+from vllm_omni_ext.model_plugins.bagel.memory import (
+    autoencoder_elements,
+    kv_bytes_per_token,
+    picture_tokens,
+    step_elements,
+)
 from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes, LlmSizes, ResizeRule
 from vllm_omni_ext.plugins.memory import EncoderMemory, StageFacts, StoredTensors, WeightPart, measured
 
@@ -30,15 +35,8 @@ WEIGHTS = {
 }
 """Tensors of each stage by name: `ar` has the weights for text and the ViT, `dit` has all weights."""
 
-VAE_TENSORS = 4
-"""Tensors of the size of the decoder's largest activation that are alive at the same time."""
-
 PROMPT_TOKENS = 512
 """Number of text tokens that is added to the largest picture's tokens in the estimate of a request's context."""
-
-STEP_HIDDEN = 6
-"""Number of tensors `[tokens, hidden]` that are alive at the same time: hidden state, residual, their normed copies,
-the step's embeddings, attended values."""
 
 
 def facts(
@@ -58,8 +56,7 @@ def facts(
     tensors = model_tensors(sizes) if stored is None else stored
     weights = {stage: measured(parts, tensors) for stage, parts in WEIGHTS.items()}
     llm, longest = sizes.llm, sizes.vae_resize.longest
-    # Queries, keys and values, twice for RoPE, and the MLP.
-    split_step = 2 * (llm.heads + 2 * llm.kv_heads) * llm.head_dim + 3 * llm.feed_forward
+    whole_step, split_step = step_elements(llm)
     context = picture_tokens(sizes, longest, longest, latents=True) + PROMPT_TOKENS
     length = hf_config.llm_config.max_position_embeddings
     return {
@@ -69,7 +66,7 @@ def facts(
             kv_layers=llm.layers,
             kv_heads=llm.kv_heads,
             kv_head_dim=llm.head_dim,
-            step_elements=STEP_HIDDEN * llm.hidden,
+            step_elements=whole_step,
             split_step_elements=split_step,
             vocabulary=llm.vocabulary,
             graph_layers=llm.layers,
@@ -78,9 +75,8 @@ def facts(
         "dit": StageFacts(
             max_model_len=length,
             weights=weights["dit"],
-            step_elements=STEP_HIDDEN * llm.hidden + split_step,
-            # The autoencoder is float32: each of its elements counts as two elements of 16 bits.
-            pass_elements=2 * VAE_TENSORS * longest**2 * max(sizes.vae.widths[:2]),
+            step_elements=whole_step + split_step,
+            pass_elements=autoencoder_elements(sizes),
             sequence_elements=context * kv_bytes_per_token(llm, 1),
         ),
     }

@@ -116,7 +116,8 @@ class Sampling:
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
         for name in _NOT_POSSIBLE:
-            if getattr(params, name, None) not in (None, False, 0, [], {}):
+            unset = (None,) if name.endswith("logprobs") else (None, False, 0, [], {})  # 0 is a number of logprobs
+            if getattr(params, name, None) not in unset:
                 raise ValueError(f"{name}: is not possible in a stage that also makes pictures")
         self._prompt, self._params = prompt, params
         self._generator = torch.Generator("cpu")

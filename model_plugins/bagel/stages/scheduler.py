@@ -17,13 +17,19 @@ from vllm.v1.request import Request
 
 from vllm_omni_ext.engine.plain_stage import PlainScheduler
 from vllm_omni_ext.engine.scheduler import scheduler_factory
-from vllm_omni_ext.model_plugins.bagel.memory import FLOAT32_BYTES, kv_bytes_per_token
+from vllm_omni_ext.model_plugins.bagel.memory import (
+    FLOAT32_BYTES,
+    autoencoder_elements,
+    kv_bytes_per_token,
+    step_elements,
+)
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw
 from vllm_omni_ext.model_plugins.bagel.sizes import BagelSizes
 from vllm_omni_ext.model_plugins.bagel.stages.files import checkpoint_directory, model_sizes
 from vllm_omni_ext.model_plugins.bagel.stages.segments import costs
 from vllm_omni_ext.model_plugins.bagel.tokens import Tokens
+from vllm_omni_ext.plugins.memory import LIBRARY_BYTES
 from vllm_omni_ext.wire.stage_input import END, PART, PartHeader, StageInput
 
 CONTEXT_BYTES, ROW_TOKENS = "bytes of context", "tokens of a denoise step"
@@ -31,9 +37,6 @@ CONTEXT_BYTES, ROW_TOKENS = "bytes of context", "tokens of a denoise step"
 
 CPU_CONTEXT_BYTES = 2 << 30
 """Bytes of memory for contexts (keys and values of requests) on a CPU."""
-
-_WORKSPACE_SHARE = 0.15
-"""Share of a device's memory for activations and the autoencoder."""
 
 
 class DitScheduler(PlainScheduler):
@@ -69,13 +72,15 @@ class DitScheduler(PlainScheduler):
 def context_budget(vllm_config: Any, sizes: BagelSizes) -> int:
     """Return the most bytes that all contexts (keys and values) may take together.
 
-    On a GPU, that is `gpu_memory_utilization` less the weights, the activations and the autoencoder.
+    On a GPU, that is `gpu_memory_utilization` less the weights, the activations of a denoise step and of the
+    autoencoder, and the workspaces of libraries, as the planner counts them (`stages.facts`).
     """
     if vllm_config.device_config.device_type == "cpu":
         return CPU_CONTEXT_BYTES
-    total = current_platform.get_device_total_memory()
-    left = vllm_config.cache_config.gpu_memory_utilization - _WORKSPACE_SHARE
-    return max(0, int(total * left) - weight_bytes(sizes, vllm_config.model_config.dtype))
+    dtype, tokens = vllm_config.model_config.dtype, vllm_config.scheduler_config.max_num_batched_tokens
+    activations = (tokens * sum(step_elements(sizes.llm)) + autoencoder_elements(sizes)) * dtype.itemsize
+    given = int(current_platform.get_device_total_memory() * vllm_config.cache_config.gpu_memory_utilization)
+    return max(0, given - weight_bytes(sizes, dtype) - activations - LIBRARY_BYTES)
 
 
 def weight_bytes(sizes: BagelSizes, dtype: torch.dtype) -> int:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from tests.support.bagel_runs import picture
 from tests.support.dit_room import config_of
+from vllm_omni_ext.model_plugins.bagel import checkpoint as checkpoint_module
 from vllm_omni_ext.model_plugins.bagel.checkpoint import checkpoint_sizes, empty_bagel, load_bagel, model_sources
 from vllm_omni_ext.model_plugins.bagel.denoise import Denoiser, begin, finish
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
@@ -99,6 +101,22 @@ def test_a_wrong_tensor_is_named(copy: Path, file: str, change: Any, reason: str
     edit(copy / f"{file}.safetensors", change)
     with pytest.raises(CheckpointError, match=f"{file}.safetensors: .*{reason}"):
         load_bagel(copy)
+
+
+def test_weights_are_read_onto_the_current_device(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors takes "cuda" as "cuda:0", but a replica of another device has that one as its current device."""
+    opened: list[str] = []
+
+    def safe_open(path: Path, *, framework: str, device: str) -> Any:
+        opened.append(device)
+        raise ValueError("no CUDA here")
+
+    monkeypatch.setattr(checkpoint_module, "safe_open", safe_open)
+    current = SimpleNamespace(device=torch.device("cuda:1"))
+    monkeypatch.setattr(torch, "empty", lambda size, *, device: current if device == "cuda" else None)
+    with pytest.raises(CheckpointError, match="no CUDA here"):
+        checkpoint_module._open(checkpoint / "ema.safetensors", "cuda")
+    assert opened == ["cuda:1"]
 
 
 def test_of_many_missing_and_unknown_tensors_a_few_are_named(copy: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -20,7 +18,6 @@ from tests.support.dit_room import config_of, draw_of
 from vllm_omni_ext.model_plugins.bagel.memory import kv_bytes_per_token
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.parameters import image_parameters
-from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED
 from vllm_omni_ext.model_plugins.bagel.stages import scheduler as module
 from vllm_omni_ext.model_plugins.bagel.stages.scheduler import CONTEXT_BYTES, ROW_TOKENS, DitScheduler
 from vllm_omni_ext.wire.envelope import StageError, unpack
@@ -170,19 +167,3 @@ def test_a_reply_costs_its_longest_length_and_the_end_of_a_stream_nothing(model:
     end = SamplingParams(extra_args={PART: PartHeader.end("s").as_extra()})
     scheduler.add_request(Request("end", list(FILLER), end, None))
     assert begun(scheduler) == ["end"]
-
-
-def test_the_budget_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The released weights leave about 40 GiB of an 80 GiB device: room for several edits of the largest size."""
-    platform = SimpleNamespace(get_device_total_memory=lambda: 80 << 30)
-    monkeypatch.setattr(module, "current_platform", platform)
-    config = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cuda"),
-        cache_config=SimpleNamespace(gpu_memory_utilization=0.9),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-    )
-    weights = module.weight_bytes(RELEASED, torch.bfloat16)
-    assert 29e9 < weights < 31e9
-    assert module.context_budget(config, RELEASED) == int((80 << 30) * (0.9 - 0.15)) - weights
-    platform.get_device_total_memory = lambda: 24 << 30
-    assert module.context_budget(config, RELEASED) == 0

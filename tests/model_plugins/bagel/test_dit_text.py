@@ -128,7 +128,16 @@ def test_a_reply_ends_at_its_stop_tokens(model: Bagel, room: Callable[..., Room]
 
 
 @pytest.mark.parametrize(
-    "given", [{"logprobs": 2}, {"min_p": 0.5}, {"min_tokens": 3}, {"logit_bias": {3: 1.0}}], ids=str
+    "given",
+    [
+        {"logprobs": 2},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"min_p": 0.5},
+        {"min_tokens": 3},
+        {"logit_bias": {3: 1.0}},
+    ],
+    ids=str,
 )
 def test_parameters_that_are_not_possible_are_named(
     given: dict[str, Any], model: Bagel, room: Callable[..., Room]

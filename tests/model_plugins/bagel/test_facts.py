@@ -12,12 +12,15 @@ import torch
 from tests.support.bagel_runs import picture
 from vllm_omni_ext.cli.checkpoint import stored_tensors
 from vllm_omni_ext.model_plugins.bagel.checkpoint import checkpoint_sizes
+from vllm_omni_ext.model_plugins.bagel.family import DIT
 from vllm_omni_ext.model_plugins.bagel.memory import image_tokens, kv_bytes_per_token, picture_tokens
 from vllm_omni_ext.model_plugins.bagel.model import Bagel
 from vllm_omni_ext.model_plugins.bagel.prompts import Prompts
 from vllm_omni_ext.model_plugins.bagel.sizes import RELEASED, BagelSizes
+from vllm_omni_ext.model_plugins.bagel.stages import scheduler
 from vllm_omni_ext.model_plugins.bagel.stages.facts import WEIGHTS, config_sizes, facts, model_tensors
 from vllm_omni_ext.plugins.memory import measured
+from vllm_omni_ext.topology.memory import need
 
 
 def config() -> SimpleNamespace:
@@ -104,3 +107,26 @@ def test_the_largest_picture_and_facts_of_the_config() -> None:
     assert encoder is not None
     assert encoder.image_tokens == picture_tokens(RELEASED, 4000, 4000, latents=False) == 70 * 70 + 2
     assert {name: each.max_model_len for name, each in found.items()} == {"ar": 32768, "dit": 32768}
+
+
+@pytest.mark.parametrize("gib", [80, 141])
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_budget_of_a_device_has_the_planned_contexts(
+    gib: int, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where `dit` shares the device, and its part of the memory has nothing beyond its plan."""
+    monkeypatch.setattr(scheduler, "current_platform", SimpleNamespace(get_device_total_memory=lambda: gib << 30))
+    spec = DIT.engine_defaults | {"dtype": "bfloat16", "max_model_len": 32768}
+    planned = need(facts(config(), {})["dit"], spec)
+    utilization = 0.92 if alone else planned.fixed / (gib << 30)
+    given = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        cache_config=SimpleNamespace(gpu_memory_utilization=utilization),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=spec["max_num_batched_tokens"]),
+    )
+    assert 29e9 < scheduler.weight_bytes(RELEASED, torch.bfloat16) < 31e9
+    budget = scheduler.context_budget(given, RELEASED)
+    assert budget > planned.buffers * (5 if alone else 0.99) > 1.9 * 2**30
+    given.cache_config.gpu_memory_utilization = 0.1
+    assert scheduler.context_budget(given, RELEASED) == 0
