@@ -35,6 +35,9 @@ from vllm_omni_ext.engine.graphs import Recorder
 from vllm_omni_ext.model_plugins.qwen2_5_omni.dit_graphs import DiTGraphs
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES, Solver
 
+MOST_TIMES = 2
+"""Schedules of times whose modulations are kept: 19 MiB each in the released shape with 10 times, 103 with 50."""
+
 
 @dataclass(frozen=True)
 class Voice:
@@ -149,7 +152,8 @@ class StreamingDiT:
         self.backward = frozenset(config.look_backward_layers)
         self.delay = len(self.ahead)
         self._runs = tuple(self._divided(config.num_hidden_layers))
-        self._modulations: dict[Solver, list[tuple[Tensor, Tensor]]] = {}
+        self._modulations: dict[tuple[int, float], list[tuple[Tensor, Tensor]]] = {}
+        """By schedule of times; the one used last is the last one."""
         self._placed: _Place | None = None
         self._graphs: DiTGraphs | None = None
 
@@ -451,13 +455,17 @@ class StreamingDiT:
         return leaving, picked, F.scaled_dot_product_attention(query[picked], near[:, 0], near[:, 1], attn_mask=mask)
 
     def _modulated(self, solver: Solver) -> list[tuple[Tensor, Tensor]]:
-        """Return the modulations of each evaluation, which depend on its time alone and are computed once per solver.
+        """Return the modulations of each evaluation, which depend on its time alone.
+
+        Those of the last `MOST_TIMES` schedules of times are kept: a request may set any.
 
         Returns:
             for each evaluation a pair: shifts, scales plus 1 and gates of attention and MLP of all layers, [layers, 6,
             hidden]; and scale plus 1 and shift of the output norm, [2, hidden].
         """
-        if solver not in self._modulations:
+        schedule = solver.num_steps, solver.sway_coefficient
+        found = self._modulations.pop(schedule, None)
+        if found is None:
             times = self.model.time_embed(solver.times().to(self.device))
             by_layer = [
                 layer.attn_norm.linear(layer.attn_norm.silu(times)).unflatten(1, (6, -1))
@@ -467,8 +475,11 @@ class StreamingDiT:
             layers[:, :, 1::3] += 1
             out = self.model.norm_out
             scale, shift = out.linear(out.silu(times)).chunk(2, dim=1)
-            self._modulations[solver] = list(zip(layers, torch.stack([1 + scale, shift], dim=1), strict=True))
-        return self._modulations[solver]
+            found = list(zip(layers, torch.stack([1 + scale, shift], dim=1), strict=True))
+            while len(self._modulations) >= MOST_TIMES:
+                del self._modulations[next(iter(self._modulations))]
+        self._modulations[schedule] = found
+        return found
 
 
 def _normed(norm: Any, hidden: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

@@ -8,8 +8,6 @@ that the number of touched pages never exceeds the peak use, and cached pages ar
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import chain
-from operator import itemgetter
 
 ALIGNMENT = 64
 """Bytes of a cache line, which is enough for every element type."""
@@ -25,27 +23,36 @@ class Arena:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self._used: list[tuple[int, int]] = []  # [start, stop), ascending
         self.used_bytes = 0
+        self._used: dict[int, int] = {}
+        """Size by offset."""
+        self._free: list[tuple[int, int]] = [(0, self.capacity)]
+        """Free spans [start, stop), ascending; no two touch. There are few, as the lowest ones are used first."""
 
     def take(self, size: int) -> int | None:
         """Allocate `size` bytes and return their offset; None if no free span fits. 0 bytes take one cache line."""
-        size, start = room(size), 0
-        for at, (begin, stop) in enumerate(chain(self._used, [(self.capacity, self.capacity)])):
-            if begin - start >= size:
-                self._used.insert(at, (start, start + size))
+        size = room(size)
+        for at, (start, stop) in enumerate(self._free):
+            if stop - start >= size:
+                self._free[at : at + 1] = [(start + size, stop)] if stop - start > size else []
+                self._used[start] = size
                 self.used_bytes += size
                 return start
-            start = stop
         return None
 
     def free(self, offset: int) -> None:
         """Free an allocated range; KeyError if nothing is allocated at `offset`."""
-        at = bisect_left(self._used, offset, key=itemgetter(0))
-        if at == len(self._used) or self._used[at][0] != offset:
-            raise KeyError(offset)
-        start, stop = self._used.pop(at)
-        self.used_bytes -= stop - start
+        size = self._used.pop(offset)
+        self.used_bytes -= size
+        start, stop = offset, offset + size
+        at = end = bisect_left(self._free, (start, stop))
+        if at and self._free[at - 1][1] == start:
+            at -= 1
+            start = self._free[at][0]
+        if end < len(self._free) and self._free[end][0] == stop:
+            stop = self._free[end][1]
+            end += 1
+        self._free[at:end] = [(start, stop)]
 
     def __len__(self) -> int:
         return len(self._used)

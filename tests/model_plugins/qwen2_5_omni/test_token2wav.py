@@ -16,7 +16,7 @@ from tests.support.examples import examples
 from tests.support.qwen2_5_oracle import Oracle
 from tests.support.tape import TapeRecorder
 from vllm_omni_ext.model_plugins.qwen2_5_omni import dit_graphs
-from vllm_omni_ext.model_plugins.qwen2_5_omni.dit import StreamingDiT
+from vllm_omni_ext.model_plugins.qwen2_5_omni.dit import MOST_TIMES, StreamingDiT
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams, Utterance
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
@@ -116,6 +116,17 @@ def test_options_of_transformers(solver: Solver, token2wav: Token2Wav, oracle: O
     waves = decoded(token2wav, codes, part=17, solver=solver)
     assert sum(bool(len(wave)) for wave in waves) > 1
     assert (torch.cat(waves) - whole).abs().max() <= TOLERANCE
+
+
+def test_times_of_any_number_of_requests_keep_a_bounded_memory(token2wav: Token2Wav) -> None:
+    dit = token2wav._dit
+    solvers = [Solver(num_steps=steps, guidance_scale=scale) for steps in (2, 3, 4) for scale in (0.0, 0.1, 0.2)]
+    found = [dit._modulated(solver) for solver in solvers]
+    assert len({id(each) for each in found}) == 3, "the guidance has no influence"
+    assert len(dit._modulations) == MOST_TIMES
+    assert dit._modulated(solvers[-1]) is found[-1]
+    for before, after in zip(found[0], dit._modulated(solvers[0]), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The codec: Transformers' Mimi. It encodes a reference sound, and decodes the frames of a stream in several parts."""
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from transformers import DynamicCache, MimiModel
 from vllm.config import VllmConfig
 
 from csm.payloads import CodecParams, Encode
+from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S
 from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest
 
 CONTEXT = 32
@@ -21,12 +23,13 @@ PREFIX = "codec_model."
 @dataclass
 class Stream:
     """State between two parts of a stream: the transformer's cache, the embedding of the last frame (`last`), the last
-    `CONTEXT` outputs of the transformer (`context`), and the number of parts so far."""
+    `CONTEXT` outputs of the transformer (`context`), the number of parts so far, and the time of the last part."""
 
     cache: DynamicCache
     last: Tensor
     context: Tensor
     parts: int = 0
+    used: float = 0.0
 
 
 @dataclass
@@ -50,9 +53,12 @@ class CsmCodec(PlainModel):
         self.codec_model = MimiModel(self.config)
         self.streams: dict[str, Stream] = {}
         self.jobs: dict[str, Job] = {}
+        self.idle_s: float = vllm_config.additional_config[STREAM_IDLE_TIMEOUT_S]
 
     def open(self, request: PlainRequest) -> None:
-        part, codebooks = request.part, self.config.codebooks
+        part, codebooks, now = request.part, self.config.codebooks, time.monotonic()
+        # An API server that is killed sends no end of its streams.
+        self.streams = {name: each for name, each in self.streams.items() if now - each.used <= self.idle_s}
         if request.payload is not None:
             self.jobs[request.req_id] = Job(torch.from_numpy(np.frombuffer(request.payload.samples, np.float32).copy()))
             return
@@ -61,10 +67,10 @@ class CsmCodec(PlainModel):
             raise ValueError(f"the backbone has made a code that the codec does not have: {int(codes.max())}")
         if part.part == 0:
             empty = next(self.codec_model.parameters()).new_zeros(1, self.config.hidden_size, 0)
-            self.streams[part.stream] = Stream(DynamicCache(config=self.config), empty, empty)
+            self.streams[part.stream] = Stream(DynamicCache(config=self.config), empty, empty, used=now)
         if (stream := self.streams.get(part.stream)) is None or stream.parts != part.part:
             raise ValueError(f"part {part.part} of a stream came out of order")
-        stream.parts += 1
+        stream.parts, stream.used = stream.parts + 1, now
         self.jobs[request.req_id] = Job(codes, part.stream, part.last)
 
     def step(self, req_ids: Sequence[str]) -> dict[str, Answer]:
