@@ -62,6 +62,15 @@ def test_an_error_of_the_package_is_one_line_and_a_bug_is_raised(commands, monke
     assert vllm(monkeypatch, "serve", "m", "--omni") == 7
 
 
+def test_ctrl_c_is_one_line(commands, monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[cli.COMMANDS["bench"].module], "main", interrupted)
+    assert cli.main(["bench", "speech"]) == 130
+    assert capsys.readouterr().err == "vllm-omni-ext bench: interrupted\n"
+
+
 def test_without_a_known_command_the_known_ones_are_printed(capsys):
     assert cli.main([]) == 2
     text = capsys.readouterr().err

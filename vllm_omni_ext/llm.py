@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import replace
 from functools import partial, wraps
 from socket import gethostname
@@ -30,7 +30,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
-from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed
+from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.llm_arguments import Keywords
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import TextChunk
@@ -58,6 +58,10 @@ if TYPE_CHECKING:
 
 MEDIA = ("image", "audio", "video")
 """Keys of a prompt that are moved into its `multi_modal_data`."""
+
+CLOSED = "the LLM is closed"
+CLOSE_S = 5.0
+"""Seconds after the shutdown of the engine until `OmniLLM.close` cancels the calls that are still in progress."""
 
 Sampling: TypeAlias = SamplingParams | Mapping[str, Any]
 Adapters: TypeAlias = "LoRARequest | Sequence[LoRARequest | None] | None"
@@ -164,6 +168,9 @@ class OmniLLM(TargetedOfflineLLM):
         identity = partial(_identity, ports=plan.config.cluster.ports)
         self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS, identity_of=identity)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._calls: set[Future[Any]] = set()
+        """Coroutines in progress that threads of the program have started; `_lock` is held while one is added."""
         self._replica_supervisor: ReplicaSupervisor | None = None
         self._deployment.__enter__()
         try:
@@ -212,8 +219,18 @@ class OmniLLM(TargetedOfflineLLM):
         return AsyncOmni(self._deployment.connections(0), log_stats=log_stats)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self._start(coroutine).result()
+
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Start a coroutine in the event loop. Raises StageUnavailable: `close` was called."""
+        with self._lock:
+            if self._loop is None:
+                coroutine.close()
+                raise StageUnavailable(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -253,6 +270,7 @@ class OmniLLM(TargetedOfflineLLM):
             TypeError: a keyword is unknown, or a stage has parameters in `sampling_params` and as keywords.
             RequestError: the modalities, a field, a stage's parameters or the chunks are wrong.
             RequestFailed: prompts failed, and `raise_on_error` is set.
+            StageUnavailable: another thread has called `close`.
         """
         keywords, options = self._arguments(self.generate, self._preprocess_cmpl_one, modalities, chunks, more)
         renders = [
@@ -336,16 +354,21 @@ class OmniLLM(TargetedOfflineLLM):
         priorities = self._priority_to_seq(stock["priority"], len(renders))
         bar_type: Any = use_tqdm if callable(use_tqdm) else tqdm
         bar = bar_type(total=len(renders), desc="Processed prompts", dynamic_ncols=True) if use_tqdm else None
-        pending = [
-            self._submit(render, text, chosen, {"lora_request": adapter, "priority": number})
-            for render, (text, chosen), adapter, number in zip(renders, split, adapters, priorities, strict=True)
-        ]
-        if bar is not None:
-            for future in pending:
-                future.add_done_callback(lambda _: bar.update())
-        outputs = [future.result() for future in pending]
-        if bar is not None:
-            bar.close()
+        pending: list[Future[OmniRequestOutput]] = []
+        try:
+            for render, (text, chosen), adapter, number in zip(renders, split, adapters, priorities, strict=True):
+                pending.append(self._submit(render, text, chosen, {"lora_request": adapter, "priority": number}))
+            if bar is not None:
+                for future in pending:
+                    future.add_done_callback(lambda done: None if done.cancelled() else bar.update())
+            outputs = [future.result() for future in pending]
+        except CancelledError:
+            raise StageUnavailable(CLOSED) from None
+        finally:
+            for future in pending:  # after an error or Ctrl-C, the engine aborts the requests
+                future.cancel()
+            if bar is not None:
+                bar.close()
         if errors := [output.error for output in outputs if output.error is not None]:
             message = f"{len(errors)} of {len(outputs)} failed: {errors[0]}"
             if raise_on_error:
@@ -359,12 +382,15 @@ class OmniLLM(TargetedOfflineLLM):
         number = str(next(self._numbers))
         try:
             prompt = render()
-        except (VLLMError, ValueError, TypeError, OSError) as error:  # this prompt cannot be rendered; the others can
+        except Exception as error:  # this prompt cannot be rendered; the others can
+            named = isinstance(error, (VLLMError, ValueError, TypeError, OSError))
+            reason = str(error) if named else f"{type(error).__name__}: {error}"
+            refused = RequestError(reason, parameter="prompt")
+            refused.__cause__ = error
             failed: Future[OmniRequestOutput] = Future()
-            failed.set_result(self._complete(_failed(number, RequestError(str(error), parameter="prompt")), {}))
+            failed.set_result(self._complete(_failed(number, refused), {}))
             return failed
-        assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._one(number, prompt, text, chosen, stock), self._loop)
+        return self._start(self._one(number, prompt, text, chosen, stock))
 
     def _split(self, params: Any, options: RequestOptions) -> tuple[SamplingParams, RequestOptions]:
         if isinstance(params, SamplingParams):
@@ -379,7 +405,8 @@ class OmniLLM(TargetedOfflineLLM):
 
     def _of_stage(self, stage: StagePlan, given: Any) -> Any:
         sampled_text = stage.model_stage == self.plan.frontend().model_stage and stage.params_type == SAMPLING_PARAMS
-        return stage_params(stage, given, self._text_defaults() if sampled_text else stage.params)
+        defaults = self._text_defaults() if sampled_text else stage.params
+        return stage_params(stage, given, defaults, frontend=sampled_text)
 
     async def _one(
         self, number: str, prompt: Any, params: SamplingParams, options: RequestOptions, stock: Mapping[str, Any]
@@ -438,12 +465,18 @@ class OmniLLM(TargetedOfflineLLM):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End all processes and threads of this object; a second call does nothing."""
+        """End all processes and threads of this object; a second call does nothing.
+
+        A call of another thread, e.g. `generate`, ends with an error.
+        """
         if self._replica_supervisor is not None:
             self._replica_supervisor.close()
-        if self._loop is not None:
+        with self._lock:
             loop, self._loop = self._loop, None
+        if loop is not None:
             asyncio.run_coroutine_threadsafe(self._disconnect(), loop).result()
+            for call in wait(list(self._calls), CLOSE_S).not_done:
+                call.cancel()
             # The loop is closed, not only stopped: vLLM's finalizers would let a stopped loop close their sockets, and
             # it would never do so.
             loop.call_soon_threadsafe(loop.stop)

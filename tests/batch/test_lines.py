@@ -57,6 +57,7 @@ def test_a_line_becomes_a_request_and_empty_ones_are_skipped() -> None:
         (line(url=EDIT, body={"image_url": []}), "a", "image_url"),
         (line(url=EDIT, body={"image_url": ["data:,x", 1]}), "a", "image_url"),
         (line(url=EDIT, body={"image_url": "data:,x", "mask_url": 1}), "a", "mask_url"),
+        (line(url=EDIT, body={"image_url": ["data:,x"] * 17}), "a", "image_url"),
     ],
 )
 def test_a_wrong_line_is_named(data: bytes, custom_id: str | None, field: str | None) -> None:
@@ -72,7 +73,7 @@ def test_a_wrong_line_is_named(data: bytes, custom_id: str | None, field: str | 
 def test_files_are_named_by_urls() -> None:
     bodies = [{"file_url": "data:audio/wav;base64,AA=="}, {"file_url": "HTTPS://host/a.wav"}]
     assert all(isinstance(found, Job) for body in bodies for found in read(line(url=HEAR, body=body)))
-    pictures = {"image_url": ["data:,x", "http://host/b.png"], "mask_url": "data:,x"}
+    pictures = {"image_url": ["data:,x", "http://host/b.png"] * 8, "mask_url": "data:,x"}
     assert isinstance(read(line(url=EDIT, body=pictures))[0], Job)
 
 

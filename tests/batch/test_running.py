@@ -14,7 +14,7 @@ from vllm_omni_ext.batch.lines import BadLine, Job, Line, Result, answer
 from vllm_omni_ext.batch.running import NotFetched, Sender, ServerGone, form_fields, read_data_url, run
 
 WAIT_S = 60.0
-CHAT, HEAR = "/v1/chat/completions", "/v1/audio/transcriptions"
+CHAT, HEAR, EDIT = "/v1/chat/completions", "/v1/audio/transcriptions", "/v1/images/edits"
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +38,9 @@ async def fetch(url: str) -> bytes:
     return f"bytes of {url}".encode()
 
 
-def sender(answers: Callable[[httpx.Request], httpx.Response], attempts: int | None = None) -> Sender:
+def sender(answers: Callable[[httpx.Request], httpx.Response], **more: int) -> Sender:
     client = httpx.AsyncClient(transport=httpx.MockTransport(answers), base_url="http://server")
-    return Sender(client, fetch, headers={"Authorization": "Bearer k"}, attempts=attempts)
+    return Sender(client, fetch, headers={"Authorization": "Bearer k"}, **more)
 
 
 def job(name: str = "a", url: str = CHAT, **body: Any) -> Job:
@@ -101,6 +101,42 @@ async def test_a_sound_is_sent_as_a_form() -> None:
     assert len(forms) == 3 and failed.line["response"]["status_code"] == 400
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "status", "param"),
+    [
+        (EDIT, {"image_url": "data:image/png;base64,é"}, 400, "image_url"),
+        (EDIT, {"image_url": "data:,\ud83d"}, 400, "image_url"),
+        (EDIT, {"image_url": "data:,x", "mask_url": "http://missing/x.png"}, 400, "mask_url"),
+        (EDIT, {"image_url": "data:,x", "prompt": "\ud83d"}, 400, "prompt"),
+        (EDIT, {"image_url": "data:,x", "stop": ["a", "\ud83d"]}, 400, "stop"),
+        (EDIT, {"image_url": "data:,x", "\ud83d": 1}, 400, r"\ud83d"),
+        (EDIT, {"image_url": "data:,x", "x": nested(2000)}, 400, "body"),
+        (CHAT, {"x": nested(2000)}, 400, "body"),
+        (EDIT, {"image_url": ["http://a", "http://b"], "mask_url": "data:,x"}, 413, "mask_url"),
+        (EDIT, {"image_url": ["http://a", "http://b", "data:,x"]}, 413, "image_url"),
+    ],
+)
+async def test_a_line_that_cannot_be_sent_gets_an_error_and_the_others_are_sent(
+    url: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    written: list[Result] = []
+    send = sender(lambda request: httpx.Response(200), most=2 * len("bytes of http://a"))
+    await run(iter([job("bad", url, **body), job("good")]), send, written.append, asyncio.Semaphore(1))
+    bad, good = written
+    assert good.answered and good.line["custom_id"] == "good"
+    error = bad.line["response"]["body"]["error"]
+    assert (bad.line["response"]["status_code"], error["param"]) == (status, param)
+    assert error["message"].startswith(f"{param}: ") and error["code"] == status
+    bad.encoded()
+
+
 def test_fields_of_a_form() -> None:
     given = {"a": None, "b": True, "c": 1.5, "d": ["x", 1], "e[]": ["y"], "f": {"g": 1}}
     assert form_fields(given) == {"b": "true", "c": "1.5", "d[]": ["x", "1"], "e[]": ["y"], "f": '{"g": 1}'}
@@ -109,7 +145,13 @@ def test_fields_of_a_form() -> None:
 def test_data_urls() -> None:
     assert read_data_url("data:audio/wav;base64,UklGRg==") == b"RIFF"
     assert read_data_url("data:,a%20b") == b"a b"
-    for wrong in ("data:audio/wav;base64,!", "data:audio/wav;base64", "data:;base64,A"):
+    for wrong in (
+        "data:audio/wav;base64,!",
+        "data:audio/wav;base64",
+        "data:;base64,A",
+        "data:;base64,é",
+        "data:,\ud83d",
+    ):
         with pytest.raises(NotFetched):
             read_data_url(wrong)
 

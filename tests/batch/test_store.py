@@ -74,6 +74,23 @@ def test_limits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         create(store, file_id)
 
 
+def test_files_that_are_uploaded_together_stay_within_the_limit(store: Store) -> None:
+    class Slow(io.BytesIO):
+        """An upload during which another one begins and ends."""
+
+        def read(self, size: int | None = -1) -> bytes:
+            if not refused:
+                with pytest.raises(Full, match=r"have 1 MiB"):
+                    refused.append(True)
+                    upload(store, bytes(600_000))
+            return super().read(size)
+
+    refused: list[bool] = []
+    store.add_file("in.jsonl", 600_000, Slow(bytes(600_000)))
+    assert refused and [file.bytes for file in store.files()] == [600_000]
+    assert len(list(store.folder.rglob("*.*"))) == 2, "no other file is left"
+
+
 def test_the_oldest_batches_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_BATCHES", 3)
     first, running = create(store), create(store)

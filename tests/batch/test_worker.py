@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from tests.batch.test_running import WAIT_S, Server
 from vllm_omni_ext.batch import store as module
+from vllm_omni_ext.batch import worker as workers
 from vllm_omni_ext.batch.store import MIB, Batch, Store
 from vllm_omni_ext.batch.worker import Worker
 
@@ -207,6 +208,39 @@ async def test_a_batch_that_cannot_be_written_fails_alone(
     found = await folder.until(batch, lambda batch: batch.ended)
     assert found.status == "failed" and "No space left" in found.errors[0]["message"]
     assert (await folder.until(other, lambda batch: batch.ended)).status == "completed"
+
+
+async def test_a_failed_batch_is_saved_when_there_is_room_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SAVE_AGAIN_S", 0.01)
+    tried, room = asyncio.Event(), threading.Event()
+    write = module._write
+
+    def full(path: Path, record: Any) -> None:
+        if isinstance(record, Batch) and record.status != "validating" and not room.is_set():
+            if record.status == "failed":
+                tried.set()
+            raise OSError(28, "No space left on device")
+        write(path, record)
+
+    monkeypatch.setattr(module, "_write", full)
+    batch = folder.batch("a")
+    folder.server()
+    async with asyncio.timeout(WAIT_S):
+        await tried.wait()
+    assert folder.store.batch(batch.id).status == "validating"
+    room.set()
+    found = await folder.until(batch, lambda batch: batch.ended)
+    assert found.status == "failed" and "No space left" in found.errors[0]["message"]
+
+
+async def test_a_batch_whose_output_is_damaged_fails(folder: Folder) -> None:
+    batch = folder.batch("a")
+    folder.store.contents(batch.output).write_text("damaged\n")
+    folder.server()
+    found = await folder.until(batch, lambda batch: batch.ended)
+    assert found.status == "failed" and "is not the output of a batch" in found.errors[0]["message"]
 
 
 async def test_answers_after_stop_do_not_count(folder: Folder) -> None:

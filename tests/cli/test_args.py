@@ -127,6 +127,10 @@ def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, t
             ["--stage-overrides", '{"talker": {"params": {"temprature": 2}}}'],
             "--stage-overrides: stages.talker.params.temprature: unknown key; did you mean 'temperature'?",
         ),
+        (
+            ["--stage-overrides", '{"talker": {"params": {"prompt_logprobs": 1}}}'],
+            "stages.talker.params.prompt_logprobs: is not returned for this stage; remove it",
+        ),
         (["--stage-config", "nothing"], "nothing: no such stage config; give the path of a .yaml file or one of "),
         (["--omni-startup-timeout", "0"], "timeouts.startup_timeout_s: must be a number of seconds > 0, got 0.0"),
     ],

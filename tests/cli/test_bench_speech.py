@@ -92,6 +92,7 @@ def test_wrong_options_are_refused_by_name(options: list[str], message: str, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--url", "http://localhost:80a"], "--url: must begin with http:// or https://, and name a host"),
         (["--api", "speech", "--audio", "a.wav"], "--audio: --api speech has no such field"),
         (["--api", "speech", "--max-tokens", "3"], "--max-tokens: --api speech has no such field"),
         (["--realtime-input-speed", "0"], "--realtime-input-speed: only with --api realtime and --audio FILE"),

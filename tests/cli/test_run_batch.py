@@ -115,6 +115,19 @@ def test_a_model_is_served_with_the_flags_that_are_not_the_commands(
     ]
 
 
+@pytest.mark.parametrize("address", ["http://host:80a/x.wav", "http://[half/x.wav", "http://host/\ud83d.wav"])
+def test_a_url_of_a_line_that_is_malformed_is_an_error_of_the_line(
+    address: str, server: tuple[str, Any], files: list[str]
+) -> None:
+    line = {"custom_id": "b", "method": "POST", "url": "/v1/audio/transcriptions", "body": {"file_url": address}}
+    with Path(files[1]).open("a") as source:
+        source.write(json.dumps(line))
+    assert run_batch.main([*files, "--url", server[0]]) == 1
+    found = [json.loads(line) for line in Path(files[-1]).read_text().splitlines()]
+    errors = {line["custom_id"]: line["error"]["error"] for line in found if line["custom_id"] == "b"}
+    assert errors["b"]["code"] == 400 and errors["b"]["param"] == "file_url" and len(found) == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -132,6 +145,8 @@ def test_wrong_words(words: list[str], message: str, files: list[str], capsys: p
 
 def test_wrong_files(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = ["--url", "http://127.0.0.1:9"]
+    with pytest.raises(ConfigError, match=r"--url: must begin with .*, got 'http://localhost:80a'"):
+        run_batch.main([*files, "--url", "http://localhost:80a"])
     with pytest.raises(ConfigError, match=r"-i .*: there is no such file"):
         run_batch.main(["-i", str(tmp_path / "none"), *files[2:], *url])
     with pytest.raises(ConfigError, match="is a folder"):

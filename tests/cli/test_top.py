@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -91,6 +92,19 @@ def test_the_table_fits_into_80_columns() -> None:
     assert row.split() == ["thinker.prefill/0", "SLEEPING", "2", "1", "-", "0", "4194304", "h"]
 
 
+def test_a_server_of_another_protocol_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert commands.main(["top", "--url", url, "--once"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-omni-ext top: no server answers at {url}: BadStatusLine")
+
+
 class Peer:
     """A server with the answers of the test; `key` is the one it needs."""
 
@@ -146,6 +160,11 @@ def test_top_with_once_prints_one_table(
         ({"status": "<html>"}, [], "is no server of vllm-omni-ext: its status page is not JSON"),
         ({"url": "http://127.0.0.1:9"}, [], "no server answers at http://127.0.0.1:9: "),
         ({"url": "here:80"}, [], "--url: must begin with http"),
+        ({"url": "http://localhost:80a"}, [], "--url: must begin with http:// or https://, and name a host"),
+        ({"url": "http://[half"}, [], ", got 'http://[half'"),
+        ({"url": "http://a..b"}, [], ", got 'http://a..b'"),
+        ({"url": "http://"}, [], ", got 'http://'"),
+        ({"url": "http://a b"}, [], ", got 'http://a b'"),
     ],
 )
 def test_a_server_that_cannot_be_shown_is_one_line(

@@ -172,6 +172,8 @@ def test_control_characters_and_markup_are_replaced_in_files_and_tables(
         (["--serve", "m", "--topology", "a=--x", "--topology", "a=--y"], "two servers are called a"),
         (["--topology", "a=--x"], "--topology: starts servers; name the model with --serve MODEL"),
         (["--serve", "m", "--url", "http://x/v1"], "--url: names a server that runs; with --serve, leave it out"),
+        (["--url", "a=http://localhost:80a"], "--url: must begin with .*, got 'http://localhost:80a'"),
+        (["--serve", "m", "--topology", "a=--x 'b"], "--topology a=--x 'b: No closing quotation"),
     ],
 )
 def test_wrong_files_and_servers_are_refused_before_the_first_request(

@@ -165,6 +165,7 @@ async def test_a_batch_is_cancelled_and_one_that_has_ended_is_not(service: Servi
 
 WRONG_BATCHES = [
     ({"input_file_id": None}, "input_file_id"),
+    ({"input_file_id": "\ud800"}, "input_file_id"),
     ({"endpoint": "/v1/batches"}, "endpoint"),
     ({"endpoint": ["x"]}, "endpoint"),
     ({"completion_window": "0h"}, "completion_window"),
@@ -172,6 +173,8 @@ WRONG_BATCHES = [
     ({"completion_window": None}, "completion_window"),
     ({"metadata": []}, "metadata"),
     ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a": "\ud800"}}, "metadata"),
+    ({"metadata": {"\ud800": "a"}}, "metadata"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ({"output_expires_after": {}}, "output_expires_after"),
@@ -187,7 +190,8 @@ async def test_wrong_requests_are_named(service: Service) -> None:
         return error["code"], error["param"]
 
     for changes, parameter in WRONG_BATCHES:
-        assert await problem(http.post("/v1/batches", json=good | changes)) == (400, parameter), changes
+        sent = http.post("/v1/batches", content=json.dumps(good | changes))
+        assert await problem(sent) == (400, parameter), changes
     assert await problem(http.post("/v1/batches", json=[])) == (400, "body")
     assert await problem(http.post("/v1/batches", content=b"{")) == (400, "body")
     assert (await problem(http.post("/v1/batches", json=good)))[0] == 404

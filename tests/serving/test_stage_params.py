@@ -25,6 +25,7 @@ def test_given_parameters_replace_configured_ones() -> None:
     assert stage_params(OWN, given, {}) is given
     made = stage_params(OWN, {"seed": 2, "cfg_interval": [0, 1]}, configured)
     assert made == DitParams(seed=2, height=16, cfg_interval=(0.0, 1.0))
+    assert stage_params(SAMPLED, given := SamplingParams(prompt_logprobs=1), {}, frontend=True) is given
     made = stage_params(SAMPLED, {"max_tokens": 5, "stop": "x"}, {"temperature": 0.5})
     assert isinstance(made, SamplingParams)
     assert (made.max_tokens, made.temperature, made.stop) == (5, 0.5, ["x"])
@@ -41,6 +42,8 @@ def test_given_parameters_replace_configured_ones() -> None:
         (SAMPLED, DitParams(), "write"),
         (POOLING, {"temperature": 1.0}, "decode"),
         (POOLING, SamplingParams(), "decode"),
+        (SAMPLED, SamplingParams(logprobs=0), "write.logprobs"),
+        (SAMPLED, SamplingParams(prompt_logprobs=1), "write.prompt_logprobs"),
     ],
 )
 def test_a_wrong_parameter_is_named(stage: Any, given: Any, name: str) -> None:

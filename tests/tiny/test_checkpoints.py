@@ -63,6 +63,11 @@ def test_a_file_and_a_directory_of_other_files_are_refused(model: Any, tmp_path:
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
+def test_a_directory_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(ConfigError, match="DIR /proc/nope/x: cannot be written: No such file or directory"):
+        main(["bagel", "/proc/nope/x"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags", "sizes"),

@@ -22,6 +22,9 @@ FORMS = {
 }
 """Routes that take a form: name of a file in the form, by the field of a line's `body` that has the file's URL."""
 
+MOST_FILES = 16
+"""Most URLs in one field of a line, as in OpenAI's API."""
+
 ROUTES = frozenset(
     {
         "/v1/chat/completions",
@@ -202,7 +205,7 @@ def _check_files(url: str, body: dict[str, Any]) -> None:
     The first of these fields is required. A field with the name of the file itself is refused.
 
     Raises:
-        _Wrong: a field is missing, not a URL, or refused.
+        _Wrong: a field is missing, not a URL, has too many URLs, or is refused.
     """
     for place, (name, part) in enumerate(FORMS.get(url, {}).items()):
         if part in body:
@@ -213,6 +216,8 @@ def _check_files(url: str, body: dict[str, Any]) -> None:
             continue
         if not all(isinstance(each, str) and each.lower().startswith(("http:", "https:", "data:")) for each in urls):
             raise _Wrong(f"{name}: must be an http, https or data URL", name)
+        if len(urls) > MOST_FILES:
+            raise _Wrong(f"{name}: may have {MOST_FILES} URLs", name)
 
 
 def answer(custom_id: str, request_id: str, status: int, content_type: str, data: bytes) -> Result:

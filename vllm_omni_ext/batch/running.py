@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import random
 import uuid
@@ -16,6 +15,7 @@ from urllib.parse import unquote_to_bytes
 import httpx
 
 from vllm_omni_ext.batch.lines import FORMS, BadLine, Job, Line, Result, answer, refused
+from vllm_omni_ext.batch.store import MIB
 from vllm_omni_ext.errors import OmniError
 
 AGAIN = frozenset(
@@ -45,6 +45,10 @@ class NotFetched(OmniError):
     """The file behind a URL of a line could not be fetched."""
 
 
+class _Refused(Exception):
+    """A line is not sent. Its `args` are (HTTP status of the line's answer, message, name of the wrong field)."""
+
+
 class Sender:
     """Sends lines to a server.
 
@@ -53,15 +57,23 @@ class Sender:
         fetch: returns the bytes behind an http or https URL; raises NotFetched.
         headers: sent with every request.
         attempts: how often a line is sent before `ServerGone` is raised; None: until it is answered.
+        most: limit of the bytes of a line's files together; None: no limit.
     """
 
     def __init__(
-        self, client: httpx.AsyncClient, fetch: Fetch, *, headers: dict[str, str], attempts: int | None = None
+        self,
+        client: httpx.AsyncClient,
+        fetch: Fetch,
+        *,
+        headers: dict[str, str],
+        attempts: int | None = None,
+        most: int | None = None,
     ) -> None:
         self._client = client
         self._fetch = fetch
         self._headers = headers
         self._attempts = attempts
+        self._most = most
 
     async def __call__(self, job: Job) -> Result:
         """Send one line until the server has answered it, and return its line of the output.
@@ -72,9 +84,11 @@ class Sender:
         request_id = f"batch-{uuid.uuid4().hex}"
         try:
             content = await self._content(job)
-        except NotFetched as err:
-            error = {"error": {"message": str(err), "type": "BadRequestError", "param": None, "code": 400}}
-            return answer(job.custom_id, request_id, 400, "application/json", json.dumps(error).encode())
+        except _Refused as err:
+            status, message, parameter = err.args
+            kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase
+            error = {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
+            return answer(job.custom_id, request_id, status, "application/json", json.dumps(error).encode())
         headers = {**self._headers, "X-Request-Id": request_id, **content.pop("headers", {})}
         found = await self._answer(job.url, headers, content)
         kind = found.headers.get("content-type", "")
@@ -97,19 +111,43 @@ class Sender:
             await asyncio.sleep(longest * random.uniform(0.5, 1))
 
     async def _content(self, job: Job) -> dict[str, Any]:
-        """Return httpx's arguments for a line's body: JSON, or a form with fetched files for the routes in `FORMS`."""
-        if job.url not in FORMS:
-            return {"content": json.dumps(job.body).encode(), "headers": {"Content-Type": "application/json"}}
-        files, fields = [], dict(job.body)
-        for name, part in FORMS[job.url].items():
-            urls = fields.pop(name, None)
-            listed = isinstance(urls, list)
-            for url in urls if listed else [urls] if urls is not None else []:
-                files.append((f"{part}[]" if listed else part, (part, await self._bytes(url))))
-        return {"files": files, "data": form_fields(fields)}
+        """Return httpx's arguments for a line's body: JSON, or a form with fetched files for the routes in `FORMS`.
 
-    async def _bytes(self, url: str) -> bytes:
-        return read_data_url(url) if url[:5].lower() == "data:" else await self._fetch(url)
+        Raises:
+            _Refused: a file could not be fetched, the files have too many bytes, or the body cannot be encoded.
+        """
+        fields = dict(job.body)
+        try:
+            if job.url not in FORMS:
+                return {"content": json.dumps(fields).encode(), "headers": {"Content-Type": "application/json"}}
+            urls = {name: fields.pop(name, None) for name in FORMS[job.url]}
+            return {"data": form_fields(fields), "files": await self._files(urls, FORMS[job.url])}
+        except RecursionError:
+            message = "body: has too many objects and arrays inside of one another"
+            raise _Refused(HTTPStatus.BAD_REQUEST, message, "body") from None
+
+    async def _files(self, urls: dict[str, Any], parts: dict[str, str]) -> list[tuple[str, tuple[str, bytes]]]:
+        """Return the files of a form, as httpx's argument.
+
+        Args:
+            urls: the URL, the URLs, or None, by field of the line.
+            parts: name in the form, by field of the line.
+        """
+        files, size = [], 0
+        for name, given in urls.items():
+            listed, part = isinstance(given, list), parts[name]
+            for url in given if listed else [given] if given is not None else []:
+                try:
+                    data = read_data_url(url) if url[:5].lower() == "data:" else await self._fetch(url)
+                except NotFetched as err:
+                    raise _Refused(HTTPStatus.BAD_REQUEST, f"{name}: {err}", name) from None
+                size += len(data)
+                if self._most is not None and size > self._most:
+                    limit = f"{self._most // MIB} MiB (limits.max_body_mib)"
+                    message = f"{name}: the files of a line may have {limit} together"
+                    raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, name)
+                files.append((f"{part}[]" if listed else part, (part, data)))
+        return files
 
 
 def read_data_url(url: str) -> bytes:
@@ -119,19 +157,29 @@ def read_data_url(url: str) -> bytes:
         if comma:
             in_base64 = header.lower().endswith(";base64")
             return base64.b64decode(data, validate=True) if in_base64 else unquote_to_bytes(data)
-    except binascii.Error:
+    except ValueError:
         pass
     raise NotFetched("a data URL must be data:TYPE;base64,DATA")
 
 
 def form_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a form: a list as several fields NAME[], an object as JSON, null as no field."""
+    """Return the fields of a form: a list as several fields NAME[], an object as JSON, null as no field.
+
+    Raises:
+        _Refused: the name or the value of a field has half of a surrogate pair.
+    """
     fields: dict[str, Any] = {}
     for name, value in body.items():
+        texts = [_text(each) for each in (value if isinstance(value, list) else [value])]
+        try:
+            "".join([name, *texts]).encode()
+        except UnicodeEncodeError:
+            shown = name.encode("utf-8", "backslashreplace").decode()
+            raise _Refused(HTTPStatus.BAD_REQUEST, f"{shown}: has half of a surrogate pair", shown) from None
         if isinstance(value, list):
-            fields[name if name.endswith("[]") else f"{name}[]"] = [_text(each) for each in value]
+            fields[name if name.endswith("[]") else f"{name}[]"] = texts
         elif value is not None:
-            fields[name] = _text(value)
+            fields[name] = texts[0]
     return fields
 
 

@@ -162,13 +162,14 @@ class Store:
         Raises:
             Full: the folder has too many bytes or files.
         """
-        self.check_room(size)
         if sum(1 for _ in self._files.glob("*.json")) >= MOST_FILES:
             raise Full(f"this server keeps {MOST_FILES} files; delete some", many=True)
         file_id = _new_id("file")
         temporary = self._files / f"{file_id}.new"
         try:
             with temporary.open("wb") as file:
+                file.truncate(size)  # counted by simultaneous calls in all API servers
+                self.check_room(size)
                 shutil.copyfileobj(source, file, MIB)
             temporary.replace(self.contents(file_id))
         except BaseException:
@@ -187,15 +188,19 @@ class Store:
         _write(self._files / f"{file_id}.json", record)
         return record
 
-    def check_room(self, more: int = 0) -> None:
-        """Raise Full if the bytes of the folder's files and `more` further bytes exceed the limit."""
+    def check_room(self, new: int = 0) -> None:
+        """Raise Full if the bytes of the folder's files exceed the limit.
+
+        Args:
+            new: bytes of the file that is being added, for the error text.
+        """
         used = 0
         for entry in os.scandir(self._files):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 used += entry.stat().st_size
-        if used + more > self._most:
-            limit = f"{self._most // MIB} MiB (limits.max_batch_files_mib)"
-            raise Full(f"the files of batches may have {limit} together, and have {used / MIB:.0f} MiB; delete some")
+        if used > self._most:
+            limit, others = f"{self._most // MIB} MiB (limits.max_batch_files_mib)", (used - new) / MIB
+            raise Full(f"the files of batches may have {limit} together, and have {others:.0f} MiB; delete some")
 
     def contents(self, file_id: str) -> Path:
         """Return the path of a file's contents; the file need not exist."""
@@ -371,8 +376,12 @@ def _new_id(kind: str) -> str:
 
 def _write(path: Path, record: Any) -> None:
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    temporary.write_bytes(msgspec.json.encode(record))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.json.encode(record))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _read(folder: Path, name: str, kind: type[Any]) -> Any:

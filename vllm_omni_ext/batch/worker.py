@@ -23,8 +23,12 @@ from vllm_omni_ext.batch.lines import Done, Job, Line, Result, expired, given_up
 from vllm_omni_ext.batch.running import run
 from vllm_omni_ext.batch.sends import MOST_ENDED, Sends
 from vllm_omni_ext.batch.store import Batch, Store
+from vllm_omni_ext.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+SAVE_AGAIN_S = 10.0
+"""Seconds between attempts to save a failed batch while the folder cannot be written."""
 
 T = TypeVar("T")
 
@@ -136,13 +140,25 @@ class Worker:
             ended = await _Progress(self, batch).run(cancelled)
         except Exception as err:  # e.g. the disk is full: the batch fails, and others go on
             log.exception("%s has failed", batch.id)
-            problem = {"code": "server_error", "message": str(err) or type(err).__name__, "param": None, "line": None}
-            ended = self.store.batch(batch.id).to("failed", errors=[problem])
-            self.store.list_output(ended)
-            self.store.save(ended)
+            ended = await self._fail(batch.id, str(err) or type(err).__name__)
         finally:
             del self._runs[batch.id]
         log.info("%s: %s, %d answers, %d errors", ended.id, ended.status, ended.completed, ended.failed)
+
+    async def _fail(self, batch_id: str, reason: str) -> Batch:
+        """Save a batch as failed, after pauses of `SAVE_AGAIN_S` while the folder cannot be written."""
+        problem = {"code": "server_error", "message": reason, "param": None, "line": None}
+        while True:
+            try:
+                batch = self.store.batch(batch_id)
+                failed = batch if batch.ended else batch.to("failed", errors=[problem])
+                with contextlib.suppress(ConfigError):  # the output is damaged, and is not listed
+                    self.store.list_output(failed)
+                self.store.save(failed)
+                return failed
+            except OSError as err:
+                log.error("%s cannot be saved: %s", batch_id, err)
+                await asyncio.sleep(SAVE_AGAIN_S)
 
 
 async def _release(lock: int, tasks: list[asyncio.Task[None] | None]) -> None:

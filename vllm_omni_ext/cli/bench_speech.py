@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from vllm_omni_ext import __version__
-from vllm_omni_ext.cli.options import check_output, count, more_than_0, not_negative, positive
+from vllm_omni_ext.cli.options import check_output, check_url, count, more_than_0, not_negative, positive
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.loadtest.answers import Answer, Clock
 from vllm_omni_ext.loadtest.client import Api, Request, connections, measured, only_model
@@ -93,7 +93,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError if an option does not apply to the selected API, or the output file cannot be written."""
+    """Raise ConfigError if an option is wrong or not one of the selected API, or the output file cannot be written."""
+    check_url(args.url)
     check_output("--json", args.json)
     realtime = args.api == "realtime"
     refused = {

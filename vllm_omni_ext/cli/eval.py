@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_omni_ext import __version__
-from vllm_omni_ext.cli.options import check_output, positive
+from vllm_omni_ext.cli.options import check_output, check_url, positive
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.evaluation.recognisers import Recogniser, recogniser
 from vllm_omni_ext.evaluation.report import Run, Scored, as_json, from_json, judge, junit, table
@@ -76,7 +76,7 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
     found: list[tuple[str, AbstractContextManager[str]]]
     if args.serve:
         named = [each.partition("=") for each in args.topology or ["usual="]]
-        found = [(name, served(args.serve, f"topology '{name}'", shlex.split(flags))) for name, _, flags in named]
+        found = [(name, served(args.serve, f"topology '{name}'", _flags(name, flags))) for name, _, flags in named]
     else:
         found = [(name, nullcontext(url)) for name, url in map(_named, args.url or [URL])]
     names = [name for name, _ in found]
@@ -85,11 +85,20 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
     return dict(found)
 
 
+def _flags(name: str, flags: str) -> list[str]:
+    """Return the words of the flags of a `--topology`."""
+    try:
+        return shlex.split(flags)
+    except ValueError as err:
+        raise ConfigError(f"--topology {name}={flags}: {err}") from None
+
+
 def _named(url: str) -> tuple[str, str]:
     """Return (name, URL with `/v1` at its end) of the option value NAME=URL. Without NAME, the URL is the name."""
     name, separator, rest = url.partition("=")
     if not separator or "://" in name:
         name = rest = url
+    check_url(rest)
     return name, rest.rstrip("/").removesuffix("/v1") + "/v1"
 
 

@@ -14,6 +14,9 @@ from vllm_omni_ext.errors import OmniError
 PROGRAM = "vllm-omni-ext"
 FAILED = 1
 WRONG_USAGE = 2
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of a shell's command that SIGINT has ended."""
+
 OMNI_FLAG = "--omni"
 
 
@@ -66,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OmniError as err:
         print(f"{PROGRAM} {name}: {err}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def vllm_main() -> None:

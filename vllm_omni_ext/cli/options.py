@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from vllm_omni_ext.errors import ConfigError
 
@@ -50,3 +51,16 @@ def check_output(flag: str, file: Path | None) -> None:
         raise ConfigError(f"{flag} {file}: is a folder; name a file in it")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ConfigError(f"{flag} {file}: cannot be written")
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError if a value of `--url` is not the http or https URL of a host."""
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")  # ValueError, as of the port: malformed
+        _ = parts.port
+        valid = parts.scheme in ("http", "https") and bool(host) and url.isprintable() and " " not in url
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"--url: must begin with http:// or https://, and name a host, got '{url}'")

@@ -16,7 +16,7 @@ import httpx
 
 from vllm_omni_ext.batch.lines import PRIORITY_HEADER, Done, Line, Result, read_done, read_lines
 from vllm_omni_ext.batch.running import CONNECT_S, NotFetched, Sender, run
-from vllm_omni_ext.cli.options import check_output, positive
+from vllm_omni_ext.cli.options import check_output, check_url, positive
 from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.evaluation.servers import served
 
@@ -74,6 +74,8 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not args.input_file.is_file():
         raise ConfigError(f"-i {args.input_file}: there is no such file")
     check_output("-o", args.output_file)
+    if args.url is not None:
+        check_url(args.url)
     return args, flags
 
 
@@ -112,7 +114,7 @@ async def _run(args: argparse.Namespace, url: str, key: str | None, done: Done, 
                 try:
                     found = await fetcher.get(address)
                     return found.raise_for_status().content
-                except httpx.HTTPError as err:
+                except (httpx.HTTPError, httpx.InvalidURL, ValueError) as err:
                     raise NotFetched(f"{address:.200}: could not be fetched: {err}") from None
 
             sender = Sender(client, fetch, headers=headers, attempts=args.attempts)

@@ -23,7 +23,15 @@ from vllm_omni_ext.config.schema import SETTINGS, Limits, OmniConfig, keys, sett
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.http import REALTIME, HttpSurface
 from vllm_omni_ext.plugins.registry import family_for
-from vllm_omni_ext.plugins.spec import ModelFamily, PipelineSpec, make_params, param_names, resolve
+from vllm_omni_ext.plugins.spec import (
+    LOGPROBS,
+    SAMPLING_PARAMS,
+    ModelFamily,
+    PipelineSpec,
+    make_params,
+    param_names,
+    resolve,
+)
 from vllm_omni_ext.topology.disaggregation import expand
 from vllm_omni_ext.topology.machine import Machine, parse_machine
 from vllm_omni_ext.topology.plan import Plan
@@ -185,6 +193,9 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             make_params(stage.params, values[stage.name])
         except ValueError as err:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
+        if stage.params == SAMPLING_PARAMS and stage.name != pipeline.frontend:
+            for field in config.stage(stage.name).params.keys() & LOGPROBS:
+                raise ConfigError(f"stages.{stage.name}.params.{field}: is not returned for this stage; remove it")
 
 
 def _check_folder(key: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.registry import families
 from vllm_omni_ext.plugins.spec import resolve
 
@@ -26,7 +27,10 @@ def main(argv: Sequence[str]) -> int:
             _add_options(models.add_parser(name, help=_first_line(writer), description=_first_line(writer)), writer)
     args = vars(parser.parse_args(argv))
     writer, directory = args.pop("writer"), args.pop("directory")
-    print(writer(directory, **args))
+    try:
+        print(writer(directory, **args))
+    except OSError as err:
+        raise ConfigError(f"DIR {directory}: cannot be written: {err.strerror or err}") from err
     return 0
 
 

@@ -8,11 +8,11 @@ import os
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 
 from vllm_omni_ext import metrics as m
-from vllm_omni_ext.cli.options import more_than_0
+from vllm_omni_ext.cli.options import check_url, more_than_0
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.metrics import PREFIX
 
@@ -122,8 +122,7 @@ class Client:
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
-        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
-            raise OmniError(f"--url: must begin with http:// or https://, got '{url}'")
+        check_url(url)
 
     def sample(self) -> Sample:
         """Return the current status and metrics of the server.
@@ -153,6 +152,8 @@ class Client:
             if error.code == HTTPStatus.NOT_FOUND:
                 raise OmniError(f"{self.url} is no server of vllm-omni-ext: it has no {path}") from error
             raise OmniError(f"{self.url}{path} answers with status {error.code}") from error
+        except HTTPException as error:
+            raise OmniError(f"no server answers at {self.url}: {error!r}") from error
         except (OSError, ValueError) as error:
             raise OmniError(f"no server answers at {self.url}: {getattr(error, 'reason', error)}") from error
 

@@ -33,6 +33,9 @@ KV: Literal["kv"] = "kv"
 SAMPLING_PARAMS = "vllm.sampling_params:SamplingParams"
 """Type of a stage's parameters unless the stage declares its own."""
 
+LOGPROBS = ("logprobs", "prompt_logprobs")
+"""Fields of `SamplingParams` that only the frontend may have: log probabilities of other stages are not returned."""
+
 Accepts = Literal["requests", "chunks", "parts"]
 EdgeKind = Literal["tokens", "tensors", "kv"]
 ACCEPTS, EDGES = get_args(Accepts), get_args(EdgeKind)

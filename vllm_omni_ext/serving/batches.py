@@ -64,7 +64,9 @@ def install(app: FastAPI, omni: AsyncOmni, args: Namespace) -> Worker | None:
     rules = Rules.of(config.allow_private_media, omni.model_config.allowed_media_domains or ())
     client = httpx.AsyncClient(transport=InProcess(app), base_url="http://batch", timeout=None)
     store = Store(Path(config.batch_dir), most=config.limits.max_batch_files_mib * MIB)
-    worker = Worker(store, Sender(client, partial(_fetch, rules), headers=headers), places=_places(omni))
+    most = config.limits.max_body_mib * MIB
+    sender = Sender(client, partial(_fetch, rules), headers=headers, most=most)
+    worker = Worker(store, sender, places=_places(omni))
     omni.when_stopping(worker.stop)
     app.include_router(router)
     return worker
@@ -172,7 +174,7 @@ async def create_batch(raw_request: Request) -> dict[str, Any]:
         raise RequestError("body: must be a JSON object", parameter="body")
     _refuse_unknown(body, ("input_file_id", "endpoint", "completion_window", "metadata"))
     file_id, endpoint, window = body.get("input_file_id"), body.get("endpoint"), body.get("completion_window", "")
-    if not isinstance(file_id, str):
+    if not isinstance(file_id, str) or not file_id.isascii():
         raise RequestError("input_file_id: must be the id of a file", parameter="input_file_id")
     if not isinstance(endpoint, str) or endpoint not in ROUTES:
         raise RequestError(f"endpoint: must be one of {', '.join(sorted(ROUTES))}", parameter="endpoint")
@@ -234,6 +236,8 @@ def read_metadata(metadata: Any) -> dict[str, str] | None:
         if not isinstance(value, str) or len(key) > LONGEST_KEY or len(value) > LONGEST_VALUE:
             limits = f"keys have {LONGEST_KEY} characters at most, and values are texts of {LONGEST_VALUE}"
             raise RequestError(f"metadata: {limits}", parameter="metadata")
+        if re.search("[\ud800-\udfff]", key + value):
+            raise RequestError("metadata: has half of a surrogate pair", parameter="metadata")
     return metadata
 
 

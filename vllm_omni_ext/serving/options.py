@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_omni_ext.config.checks import ADAPTIVE, chunk_value
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.plugins.runtime import Capabilities, ModelRuntime, RequestOptions
-from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, param_names, resolve
+from vllm_omni_ext.plugins.spec import LOGPROBS, SAMPLING_PARAMS, param_names, resolve
 from vllm_omni_ext.topology.plan import Plan, StagePlan
 
 MODALITIES, CHUNKS = "modalities", "chunks"
@@ -238,12 +238,13 @@ def _refuse_params(name: str, params: Any) -> None:
         raise RequestError(f"{name}: this stage takes no parameters", parameter=name)
 
 
-def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -> Any:
+def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any], *, frontend: bool = False) -> Any:
     """Return the parameters of a stage for the Python API.
 
     Args:
         params: an object of the stage's parameter type, or a mapping of single parameters.
         configured: parameters from the stage config, used if the mapping does not contain them.
+        frontend: the stage writes the text of the answer; log probabilities of other stages are not returned.
 
     Raises:
         RequestError: a parameter is invalid; the error names the stage or the parameter, e.g. `talker.top_k`.
@@ -252,6 +253,9 @@ def stage_params(stage: StagePlan, params: Any, configured: Mapping[str, Any]) -
     if not stage_param_names(stage):
         _refuse_params(name, params)
     if isinstance(params, kind):
+        for field in () if frontend else LOGPROBS:
+            if getattr(params, field, None) is not None:
+                raise RequestError(f"{name}.{field}: is not returned for this stage", parameter=f"{name}.{field}")
         return params
     if not isinstance(params, Mapping):
         raise RequestError(f"{name}: must be {kind.__name__} or a dict, got {params!r:.100}", parameter=name)

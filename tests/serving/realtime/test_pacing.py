@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_omni_ext.modalities.chunks import AudioChunk
+from vllm_omni_ext.serving.realtime.answering import PIECE_MS, _Player
 from vllm_omni_ext.serving.realtime.pacing import Pacer
 
 SENDS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 2000)), min_size=1, max_size=40)
@@ -44,6 +49,23 @@ def test_a_cancelled_answer_keeps_what_had_been_played_and_takes_no_more() -> No
         with pytest.raises(ValueError, match="cancelled"):
             call()
     assert Pacer().cancel(0.0) == 0.0
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+async def test_a_cancelled_answer_has_no_further_piece(waiting: bool) -> None:
+    pacer = Pacer()
+    player = _Player(pacer, {"type": "audio/pcm"}, lambda: 0.0)
+    player.add(AudioChunk(samples=np.zeros(24_000, np.float32), sample_rate=24_000, last=True))
+    for _ in range(3):
+        assert await player.next() == (bytes(48 * PIECE_MS), PIECE_MS)
+    if waiting:
+        fourth = asyncio.create_task(player.next())
+        await asyncio.sleep(0)
+        pacer.cancel(0.0)
+        assert await fourth is None
+    else:
+        pacer.cancel(0.0)
+    assert await player.next() is None
 
 
 @pytest.mark.parametrize("call", [lambda: Pacer(-1), lambda: Pacer().sent(-1, 0.0)])

@@ -12,7 +12,7 @@ import pytest
 from tests.support.realtime import OFFER, SILENT, SPOKEN, Driver, kinds, silence
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.response import Usage
-from vllm_omni_ext.serving.realtime.session import StopTranscribing, Transcribe
+from vllm_omni_ext.serving.realtime.session import Detect, Detection, StopTranscribing, Transcribe
 from vllm_omni_ext.serving.realtime.settings import Offer
 
 BEGUN = [
@@ -160,6 +160,15 @@ def test_a_field_that_cannot_be_met_is_refused_by_name_and_changes_nothing(
     assert json.dumps(driver.session.settings) == before
 
 
+@pytest.mark.parametrize("given", [{"language": "en"}, {"model": "adapter"}, {"model": "base"}, {"prompt": "x"}])
+def test_the_transcription_of_an_adapter_is_updated(given: dict[str, Any]) -> None:
+    driver = Driver(offer=replace(OFFER, model="adapter", names=frozenset({"base"})))
+    update(driver, audio={"input": {"transcription": {"language": "de"}}})
+    session = update(driver, audio={"input": {"transcription": given}})["session"]
+    expected = {"model": "adapter", "language": "de", "prompt": None} | given | {"model": "adapter"}
+    assert session["audio"]["input"]["transcription"] == expected
+
+
 def test_a_transcription_session_is_refused() -> None:
     error = error_of(Driver().send("session.update", session={"type": "transcription"}))
     assert error["param"] == "session.type"
@@ -196,8 +205,14 @@ def test_the_voice_cannot_change_after_the_first_sound() -> None:
         ('{"type": "input_audio_buffer.append", "audio": "AAAA"}', "audio", "invalid_value"),
         ('{"type": "input_audio_buffer.commit", "final": true}', "final", "unknown_parameter"),
         ('{"type": "output_audio_buffer.clear"}', "type", "unsupported_event"),
-        ('{"type": "response.cancel", "response_id": "\\ud800"}', None, "invalid_value"),
-        ('{"type": "response.cancel", "response_id": 1e999}', None, "invalid_value"),
+        ('{"type": "response.cancel", "response_id": "\\ud800"}', "response_id", "invalid_value"),
+        ('{"type": "response.cancel", "response_id": 1e999}', "response_id", "invalid_value"),
+        ('{"type": "response.cancel", "\\ud800": 1}', r"\ud800", "invalid_value"),
+        (
+            '{"type": "session.update", "session": {"type": "realtime", "tools": [{"type": "function", "a": 1e999}]}}',
+            "session.tools[0].a",
+            "invalid_value",
+        ),
         ('{"type": "session.update", "session": ' + "[" * 400 + "]" * 400 + "}", None, "event_too_large"),
     ],
 )
@@ -332,6 +347,28 @@ def test_a_cleared_buffer_is_empty_and_a_full_one_refuses_sound() -> None:
     assert driver.append(200) == []
 
 
+def test_a_turn_ends_when_the_buffer_is_full_and_the_next_turn_begins_there() -> None:
+    driver = Driver(manual=False, limits=Limits(buffer_bytes=48 * 640))
+    started, *ended, again, interrupted = driver.hear(736, SPOKEN)
+    assert kinds(ended) == [
+        "input_audio_buffer.speech_stopped",
+        *COMMITTED,
+        "response.created",
+        "rate_limits.updated",
+    ]
+    assert (ended[0]["audio_end_ms"], ended[1]["item_id"]) == (640, started["item_id"])
+    assert (again["type"], again["audio_start_ms"]) == ("input_audio_buffer.speech_started", 640)
+    assert interrupted["type"] == "response.done"
+    assert kinds(driver.hear(512, SILENT))[0] == "input_audio_buffer.speech_stopped"
+
+
+def test_sound_that_never_fits_ends_no_turn() -> None:
+    driver = Driver(manual=False, limits=Limits(buffer_bytes=48 * 1600))
+    driver.hear(320, SPOKEN)
+    assert error_of(driver.append(1601))["code"] == "input_audio_buffer_full"
+    assert kinds(driver.hear(512, SILENT))[0] == "input_audio_buffer.speech_stopped"
+
+
 def test_the_format_of_buffered_sound_cannot_change() -> None:
     driver = Driver()
     driver.append(100)
@@ -346,6 +383,18 @@ def test_the_format_of_buffered_sound_cannot_change() -> None:
 
 
 # -- responses --------------------------------------------------------------------------------------------------
+
+
+def test_null_in_a_response_is_the_value_of_the_session() -> None:
+    driver = Driver()
+    spoken = {"format": {"type": "audio/pcmu"}, "voice": "chelsie"}
+    update(driver, instructions="Be brief.", audio={"output": spoken})
+    fields = {"instructions": None, "output_modalities": None, "audio": {"output": dict.fromkeys(spoken)}}
+    driver.respond(**fields)
+    assert driver.generate.settings == driver.session.settings
+    driver.answer(driver.generate.response_id, "Yes.", ms=100)
+    driver.respond(**fields)
+    assert driver.kinds()[-1] != "error", "the voice is fixed now, and stays"
 
 
 def test_the_events_of_a_spoken_response() -> None:
@@ -658,6 +707,18 @@ def test_a_turn_without_create_response_is_only_committed() -> None:
     update(driver, audio={"input": {"turn_detection": {"type": "server_vad", "create_response": False}}})
     driver.hear(96, SPOKEN)
     assert kinds(driver.hear(640, SILENT)) == ["input_audio_buffer.speech_stopped", *COMMITTED]
+
+
+def test_an_update_within_a_turn_that_changes_no_detection_keeps_the_turn() -> None:
+    driver = Driver(manual=False)
+    (started,) = driver.hear(320, SPOKEN)
+    commands = len(driver.commands)
+    changes = {"type": "server_vad", "create_response": False, "interrupt_response": False}
+    update(driver, audio={"input": {"turn_detection": changes}})
+    assert not [each for each in driver.commands[commands:] if isinstance(each, Detection | Detect)]
+    (stopped, *others) = driver.hear(640, SILENT)
+    assert kinds([stopped, *others]) == ["input_audio_buffer.speech_stopped", *COMMITTED]
+    assert stopped["item_id"] == started["item_id"]
 
 
 def test_a_commit_within_a_turn_ends_it() -> None:

@@ -563,6 +563,16 @@ async def test_a_client_secret_opens_sessions_with_its_settings(locked: str, eng
         await client.realtime.client_secrets.create(session={"type": "realtime", "prompt": {"id": "a"}})
     assert refused.value.param == "session.prompt"
     async with httpx.AsyncClient() as http:
+        tool = {"type": "function", "name": "x", "parameters": {"a": float("inf")}}
+        for fields, param in (
+            ({"instructions": "\ud800"}, "session.instructions"),
+            ({"tools": [tool]}, "session.tools[0].parameters.a"),
+            ({"\ud800": 1}, r"session.\ud800"),
+        ):
+            content = json.dumps({"session": {"type": "realtime", **fields}}).replace("Infinity", "1e999")
+            headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+            answer = await http.post(f"http://{locked}/v1/realtime/client_secrets", content=content, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         for key in ("wrong", secret.value):  # a secret makes no other secrets
             headers = {"Authorization": f"Bearer {key}"}
             answer = await http.post(f"http://{locked}/v1/realtime/client_secrets", json={}, headers=headers)

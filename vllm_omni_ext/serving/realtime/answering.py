@@ -426,13 +426,19 @@ class _Player:
         self._pieces.put_nowait(None)
 
     async def next(self) -> tuple[bytes, float] | None:
-        """Wait until the next piece is due, and return (encoded piece, its duration in ms); None after the last one."""
+        """Wait until the next piece is due, and return (encoded piece, its duration in ms).
+
+        Returns:
+            None after the last piece, and after the pacer was cancelled.
+        """
         piece = await self._pieces.get()
-        if piece is None:
+        if piece is None or self._pacer.cancelled:
             return None
         ms = len(piece) / self._bytes_per_ms
         if (wait := self._pacer.due(ms, self._clock())) > 0:
             await asyncio.sleep(wait)
+            if self._pacer.cancelled:
+                return None
         self._pacer.sent(ms, self._clock())
         return piece, ms
 

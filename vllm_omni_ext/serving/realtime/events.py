@@ -545,33 +545,49 @@ def read_event(data: Any) -> ClientEvent:
         names = ", ".join(CLIENT_EVENTS)
         raise ClientError(f"type: {kind!r:.100} is not one of {names}", code=WRONG_VALUE, param="type")
     if model is not Append:  # which has no nested fields, and whose text is long
-        _check_values(data, MOST_DEPTH)
+        check_values(data, "")
     return read(model, data, "")
 
 
-def _check_values(value: Any, depth: int) -> None:
+def check_values(value: Any, path: str) -> None:
     """Check that `value` has no infinite number, no text with half of a surrogate pair, and no deep nesting.
 
     These are valid JSON, but cannot be tokenized or sent back to the client.
 
     Args:
-        depth: allowed levels of nested objects and arrays.
+        path: path of the value in the event, for errors; "": the event itself.
 
     Raises:
         ClientError: the check has failed.
     """
-    if isinstance(value, str) and _HALF_CHARACTER.search(value):
-        raise ClientError("the event has half of a surrogate pair in a text", code=WRONG_VALUE)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ClientError("the event has a number that is too large", code=WRONG_VALUE)
-    if isinstance(value, dict | list):
-        if not depth:
-            message = f"the event has more than {MOST_DEPTH} objects and arrays inside of one another"
-            raise ClientError(message, code="event_too_large")
-        for each in value:
-            _check_values(each, depth - 1)
-        for each in value.values() if isinstance(value, dict) else ():
-            _check_values(each, depth - 1)
+    if (found := _problem(value, MOST_DEPTH)) is not None:
+        param = f"{path}{found[0]}".removeprefix(".")
+        raise ClientError(f"{param}: {found[1]}", code=WRONG_VALUE, param=param)
+
+
+def _problem(value: Any, depth: int) -> tuple[str, str] | None:
+    """Return (path, error text) of the first value inside `value` that `check_values` refuses, or None.
+
+    Args:
+        depth: allowed levels of nested objects and arrays.
+
+    Raises:
+        ClientError: `value` has more levels.
+    """
+    if isinstance(value, str):
+        return ("", "has half of a surrogate pair") if _HALF_CHARACTER.search(value) else None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", "has a number that is too large")
+    if not isinstance(value, dict | list):
+        return None
+    if not depth:
+        message = f"the event has more than {MOST_DEPTH} objects and arrays inside of one another"
+        raise ClientError(message, code="event_too_large")
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        found = _problem(key, depth - 1) or _problem(each, depth - 1)
+        if found is not None:
+            return (f".{key}" if isinstance(value, dict) else f"[{key}]") + found[0], found[1]
+    return None
 
 
 def read(model: type[ModelT], data: Any, path: str) -> ModelT:

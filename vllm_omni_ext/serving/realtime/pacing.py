@@ -29,6 +29,11 @@ class Pacer:
         self._player = Player()
         self._cancelled_ms: float | None = None
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled_ms is not None
+
     def due(self, ms: float, now: float) -> float:
         """Return the seconds until a piece of `ms` milliseconds can be sent. Raises ValueError: `cancel` was called."""
         self._refuse_cancelled()

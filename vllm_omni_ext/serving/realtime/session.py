@@ -303,7 +303,7 @@ class Session:
         outs: Outs = [event("session.updated", session=self.settings)]
         now = self._input
         self.buffer.use(now["format"])
-        if (now["format"], now["turn_detection"]) != (before["format"], before["turn_detection"]):
+        if _detection(now) != _detection(before):
             outs += self._detect_anew()
         return outs
 
@@ -316,10 +316,15 @@ class Session:
 
     def _append(self, given: events.Append) -> Outs:
         data = decoded(given.audio, self._input["format"], "audio")
+        outs: Outs = []
+        if self._detector is not None and self._detector.speaking and self.buffer.must_empty_for(data):
+            end_ms = self.buffer.end_ms
+            self._detector.drop(end_ms)
+            outs = self._turn(SpeechStopped(end_ms))
         self.buffer.append(data)
         if self._detector is None:
             return self._compute_ahead()
-        return [Detect(data=data)] if data else []
+        return [*outs, Detect(data=data)] if data else []
 
     def _commit(self) -> Outs:
         if self.buffer.end_ms - self.buffer.start_ms < SHORTEST_MS:
@@ -743,6 +748,16 @@ def _added(item: Item, previous: str | None) -> list[Event]:
     """Return the two events about a new item that is complete already; `previous` is the id of the preceding item."""
     names = ("conversation.item.added", "conversation.item.done")
     return [event(name, previous_item_id=previous, item=item.public()) for name in names]
+
+
+def _detection(found: Settings) -> tuple[Any, ServerVad | SemanticVad | None]:
+    """Return the format of the input sound, and the settings of the turn detector (None: it is off).
+
+    Args:
+        found: `audio.input` of a session's settings.
+    """
+    turns = found["turn_detection"]
+    return found["format"], None if turns is None else _detector_settings(turns)
 
 
 def _detector_settings(found: Mapping[str, Any]) -> ServerVad | SemanticVad:

@@ -173,6 +173,8 @@ def voice_error(param: str) -> ClientError:
 def of_response(current: Settings, fields: ResponseFields | None, offer: Offer, *, voice_fixed: bool) -> Settings:
     """Return the settings of one response: those of the session, overridden by the fields of `response.create`.
 
+    A field that is `null` has the value of the session.
+
     Args:
         current: settings of the session.
         fields: None: the settings of the session apply unchanged.
@@ -189,7 +191,8 @@ def of_response(current: Settings, fields: ResponseFields | None, offer: Offer, 
     new |= _inference(fields, offer, path, current)
     output = None if fields.audio is None else fields.audio.output
     if output is not None:
-        changed = AudioOutput(**{name: getattr(output, name) for name in output.model_fields_set})
+        given = {name: getattr(output, name) for name in output.model_fields_set}
+        changed = AudioOutput(**{name: value for name, value in given.items() if value is not None})
         _apply_output(new["audio"]["output"], changed, offer, f"{path}.audio.output")
         if voice_fixed and new["audio"]["output"]["voice"] != current["audio"]["output"]["voice"]:
             raise voice_error(f"{path}.audio.output.voice")
@@ -292,7 +295,7 @@ def _transcription(current: Settings, given: dict[str, Any] | None, offer: Offer
     for name in ("delay", "keywords", "languages"):
         if getattr(fields, name) is not None:
             raise unsupported(f"{path}.{name}", "use `language` and `prompt`")
-    if fields.model is not None and fields.model not in TRANSCRIBERS | offer.names:
+    if fields.model is not None and fields.model not in TRANSCRIBERS | offer.names | {offer.model}:
         raise unsupported(f"{path}.model", f"{offer.model} transcribes; name it, or leave the field out")
     return {"model": offer.model, "language": fields.language, "prompt": fields.prompt}
 

@@ -28,7 +28,14 @@ from vllm_omni_ext.serving.realtime import settings
 from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
-from vllm_omni_ext.serving.realtime.events import WRONG_VALUE, ClientError, SessionFields, Strict, read
+from vllm_omni_ext.serving.realtime.events import (
+    WRONG_VALUE,
+    ClientError,
+    SessionFields,
+    Strict,
+    check_values,
+    read,
+)
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.settings import Offer
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES
@@ -149,6 +156,7 @@ class OmniServingRealtime:
         Raises:
             ClientError: the requested settings are invalid or not supported.
         """
+        check_values(request.session, "session")
         fields = read(SessionFields, request.session, "session")
         offer = self.offer(fields.model)
         expires_at = int(time.time()) + request.expires_after.seconds

@@ -106,6 +106,10 @@ class InputBuffer:
         """Time at the end of the last sample in the buffer."""
         return self._start_ms + len(self._data) / self._rate
 
+    def must_empty_for(self, data: bytes) -> bool:
+        """Return whether `append` refuses the sound now, and accepts it if the buffer is empty."""
+        return len(self._data) + len(data) > self._most >= len(data)
+
     def append(self, data: bytes) -> None:
         """Append sound.
 

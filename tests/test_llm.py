@@ -1,0 +1,169 @@
+"""Calls of `OmniLLM` on an engine without processes: prompts that fail, calls that are interrupted, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from vllm_omni_ext import llm as module
+from vllm_omni_ext.errors import RequestError, StageUnavailable
+from vllm_omni_ext.llm import OmniLLM
+from vllm_omni_ext.modalities.chunks import TextChunk
+from vllm_omni_ext.plugins.runtime import RequestOptions
+
+WAIT_S = 30.0
+
+
+class Engine:
+    """Answers a prompt with a text; the prompt "hang" gets no answer.
+
+    Attributes:
+        running: numbers of the requests in progress.
+        ends: whether `shutdown` ends the requests in progress.
+    """
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.begun = threading.Event()
+        self.ends = True
+        self._ended = asyncio.Event()
+
+    async def generate(self, prompt: Any, params: Any, number: str, **_: Any) -> AsyncIterator[Any]:
+        self.running.add(number)
+        try:
+            if prompt["prompt"] == "hang":
+                self.begun.set()
+                await self._ended.wait()
+                await asyncio.sleep(0)
+                raise StageUnavailable("the server is shutting down")
+            yield TextChunk(text="Hi", tokens=1, last=True)
+        finally:
+            self.running.discard(number)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if self.ends:
+            self._ended.set()
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: Any = OmniLLM.__new__(OmniLLM)
+    made._loop, made._lock, made._calls = asyncio.new_event_loop(), threading.Lock(), set()
+    made._thread = threading.Thread(target=module._run_loop, args=(made._loop,), daemon=True)
+    made._thread.start()
+    made._omni, made._numbers, made._modalities = Engine(), itertools.count(), {}
+    made._replica_supervisor, made._deployment = None, SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    yield made
+    made.close()
+
+
+def prompt(text: str) -> Callable[[], Any]:
+    return lambda: {"prompt": text}
+
+
+def answer(llm: Any, *renders: Callable[[], Any], use_tqdm: Any = False) -> Any:
+    """Call the common part of `generate` and `chat`."""
+    keywords = SimpleNamespace(params={}, over=lambda params: params)
+    stock = {"lora_request": None, "priority": None}
+    options = RequestOptions(modalities=("text",))
+    return llm._answer(renders, SamplingParams(), keywords, options, stock, use_tqdm, False)
+
+
+class Bar:
+    """A progress bar."""
+
+    def __init__(self, **_: Any) -> None:
+        self.count, self.closed = 0, False
+        bars.append(self)
+
+    def update(self) -> None:
+        self.count += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+
+bars: list[Bar] = []
+
+
+def failing(error: BaseException) -> Callable[[], Any]:
+    def render() -> Any:
+        raise error
+
+    return render
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(KeyError("role"), "KeyError: 'role'"), (AttributeError("x"), "AttributeError: x"), (ValueError("long"), "long")],
+)
+def test_a_prompt_that_cannot_be_rendered_fails_alone(llm: Any, error: Exception, message: str) -> None:
+    first, bad, last = answer(llm, prompt("a"), failing(error), prompt("b"), use_tqdm=Bar)
+    assert (first.error, last.error, last.outputs[0].text) == (None, None, "Hi")
+    assert isinstance(bad.error, RequestError) and bad.error.parameter == "prompt" and str(bad.error) == message
+    assert bad.error.__cause__ is error and bad.outputs[0].finish_reason == "error"
+    assert (bars[-1].count, bars[-1].closed) == (3, True)
+
+
+def stopped(llm: Any) -> bool:
+    """Wait until the engine runs no request; returns whether it happened."""
+    end = time.monotonic() + WAIT_S
+    while llm._omni.running and time.monotonic() < end:
+        time.sleep(0.01)
+    return not llm._omni.running
+
+
+def test_the_requests_of_an_interrupted_call_are_aborted(llm: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        answer(llm, prompt("hang"), prompt("hang"), failing(KeyboardInterrupt()), use_tqdm=Bar)
+    assert stopped(llm) and (bars[-1].count, bars[-1].closed) == (0, True)
+
+
+def test_the_requests_of_a_call_that_is_interrupted_while_it_waits_are_aborted(llm: Any) -> None:
+    class Interrupting(Bar):
+        def update(self) -> None:
+            super().update()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            answer(llm, prompt("hang"), prompt("a"), use_tqdm=Interrupting)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped(llm) and bars[-1].closed
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_close_ends_a_call_of_another_thread(llm: Any, ends: bool) -> None:
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.extend(answer(llm, prompt("hang"), prompt("hang")))
+        except StageUnavailable as error:
+            found.append(error)
+
+    llm._omni.ends = ends
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    assert llm._omni.begun.wait(WAIT_S)
+    llm.close()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    if ends:
+        assert [str(each.error) for each in found] == ["the server is shutting down"] * 2
+    else:
+        assert [str(each) for each in found] == ["the LLM is closed"]
+    with pytest.raises(StageUnavailable, match="the LLM is closed"):
+        answer(llm, prompt("a"))
