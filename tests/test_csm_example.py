@@ -129,12 +129,12 @@ def test_parts_of_frames_decode_to_the_sound_of_the_whole(alone: tuple[Any, Orac
 def test_streams_without_an_end_are_dropped(alone: tuple[Any, Oracle], monkeypatch: pytest.MonkeyPatch) -> None:
     """An API server that is killed sends no end of its streams."""
     csm, oracle = alone
-    codec, now = csm.codec.CsmCodec.__new__(csm.codec.CsmCodec), 0.0
+    codec, clock = csm.codec.CsmCodec.__new__(csm.codec.CsmCodec), [0.0]
     torch.nn.Module.__init__(codec)
     codec.codec_model, codec.config = oracle.model.codec_model, oracle.model.config.codec_config
     codec.config.codebooks, codec.streams, codec.jobs, codec.idle_s = 4, {}, {}, 60.0
-    monkeypatch.setattr(csm.codec.time, "monotonic", lambda: now)
-    for now, stream, part in ((0.0, "lost", 0), (1.0, "kept", 0), (61.0, "kept", 1)):
+    monkeypatch.setattr(csm.codec.time, "monotonic", lambda: clock[0])
+    for clock[0], stream, part in ((0.0, "lost", 0), (1.0, "kept", 0), (61.0, "kept", 1)):
         header = PartHeader(stream=stream, part=part, last=False)
         codec.open(PlainRequest(req_id=stream, prompt=[1, 2, 3, 4], payload=None, params=None, part=header))
         codec.close(stream)

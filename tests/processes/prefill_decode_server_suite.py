@@ -56,7 +56,7 @@ UP_S, SOON_S = 300.0, 120.0
 
 AT_ONCE = 8
 LONG = "A long prompt, " * 60
-BODIES = [body(f"{LONG if number % 3 else 'Short.'} Tell me about number {number}.", 20, 30) for number in range(16)]
+BODIES = [body(f"{LONG if number % 3 else 'Short.'} Tell me about number {number}.", 20, 30) for number in range(10)]
 PATIENT = {"transfer_timeout_s": 60.0}
 """Decode gives up no transfer because it had to wait for a core."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -146,6 +147,19 @@ def test_fields_of_too_many_bytes_are_refused() -> None:
     assert refused_field(json.dumps({"model": "m" * 5000, "messages": []}).encode()) == "model"
 
 
+def test_values_of_a_form_are_counted_together() -> None:
+    """A key or a bracket of one field has no effect on the next field."""
+    scan = BodyScan(46)
+    values = {"a": '{"messages": [' + "[]," * 3, "b": '"x', "c": "}}}", "d": "[" + "[]," * 17 + "[]]"}
+    for name, value in values.items():
+        scan.begin_field(name)
+        scan.feed(value.encode())
+    with pytest.raises(RefusedBody) as refused:
+        scan.begin_field("e")
+        scan.feed(b"[[]]")
+    assert refused.value.parameter == "e"
+
+
 # -- through the server ----------------------------------------------------------------------------------------------
 
 
@@ -221,8 +235,11 @@ async def test_no_content_type_hides_json(app: FastAPI, kind: str) -> None:
 
     inner.add_middleware(RequestLimits, config=OmniConfig(limits=Limits(max_body_values=500)))
     inner.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
-    answer = await send(inner, "/", b" \n" + many('{"messages": ', "{}", 1000, "}"), {"content-type": kind})
-    assert answer.status_code == 413 and seen == []
+    body = many('{"messages": ', "{}", 1000, "}")
+    wide = [body.decode().encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be")]
+    for sent in (b" \n" + body, codecs.BOM_UTF8 + body, *wide, " \n".encode("utf-16-be") + wide[2]):
+        answer = await send(inner, "/", sent, {"content-type": kind})
+        assert answer.status_code == 413 and seen == [], sent[:20]
     form = b"--x\r\n" + b",[{" * 100_000
     answer = await send(inner, "/", form, {"content-type": kind})
     is_form = kind.startswith("multi") or "form" in kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import io
@@ -21,10 +22,13 @@ from PIL import Image
 from tests.serving import painter
 from tests.serving.conftest import MODEL, asking, disconnect
 from tests.serving.test_reply import HELLO
+from tests.support.media import damaged_avif
 from tests.support.scripted import ScriptedOmni
+from vllm_omni_ext.config.schema import Limits, OmniConfig
 from vllm_omni_ext.errors import RequestError, StageUnavailable
 from vllm_omni_ext.modalities.base import ProgressChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk, TextChunk
+from vllm_omni_ext.serving.limits import bodies, media
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -117,15 +121,29 @@ async def test_previews_are_streamed_before_the_picture(client: openai.AsyncOpen
 
 async def test_pictures_are_edited_by_the_official_client(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
     engine.script = [PICTURE]
-    made = await client.images.edit(model=MODEL, image=[png(), png(9)], prompt=PROMPT, n=2, extra_body={"steps": 4})
+    body = {"steps": 4, "talker": {"temperature": 0.5}, "chunks": {"frames": [4, 25]}}
+    made = await client.images.edit(model=MODEL, image=[png(), png(9)], prompt=PROMPT, n=2, extra_body=body)
     assert made.data is not None and len(made.data) == 2
-    assert engine.calls[0].options.fields == {"steps": 4}
+    options = engine.calls[0].options
+    assert (options.fields, options.chunks) == ({"steps": 4}, {"frames": [4, 25]})
+    assert options.params["talker"].temperature == 0.5
     stream = await client.images.edit(model=MODEL, image=png(), prompt=PROMPT, stream=True)
     assert [event.type async for event in stream] == ["image_edit.completed"]
     card = (await client.models.list()).data[0]
     assert (card.modalities, card.sizes) == (["text", "image"], ["32x24"])
     with pytest.raises(openai.NotFoundError):  # the model does not declare this endpoint
         await client.audio.speech.create(model=MODEL, voice="x", input="x")
+
+
+async def test_a_picture_that_comes_in_several_pieces_is_edited(
+    client: openai.AsyncOpenAI, engine: ScriptedOmni
+) -> None:
+    engine.script = [PICTURE]
+    noise, file = np.random.default_rng(0).integers(0, 256, (512, 512, 3), np.uint8), io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    async with asyncio.timeout(30):
+        made = await client.images.edit(model=MODEL, image=file.getvalue(), prompt=PROMPT)
+    assert made.data is not None and len(made.data) == 1
 
 
 async def test_uploaded_pictures_reach_the_plugin(
@@ -143,8 +161,6 @@ async def test_uploaded_pictures_reach_the_plugin(
     images, mask = seen[0]
     assert [(each.size, each.mode) for each in images] == [((8, 8), "RGB"), ((9, 9), "RGB")] and mask.mode == "RGBA"
     assert np.asarray(images[0])[0, 0].tolist() == [255, 127, 127], "what is transparent is white"
-    await post(app, json={"prompt": PROMPT, "images": ["x"], "mask": "y"})
-    assert seen[1] == ([], None)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -156,6 +172,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "compression": ({"output_compression": 101}, "body.output_compression", "100"),
     "previews": ({"partial_images": 2}, "partial_images", "stream"),
     "prompt": ({"prompt": None}, "body.prompt", "string"),
+    "picture in JSON": ({"images": ["data:image/png;base64,AAAA"]}, "images", "/v1/images/edits"),
+    "mask in JSON": ({"mask": "data:image/png;base64,AAAA"}, "mask", "/v1/images/edits"),
+    "picture of a chat": ({"image": {"format": "jpeg"}}, "image", "unknown"),
+    "misspelt": ({"step": 5}, "step", "unknown"),
+    "of another API": ({"input_fidelity": "high"}, "input_fidelity", "unknown"),
     "half a character": ({"prompt": "\ud800"}, "prompt", "surrogate"),
 }
 
@@ -177,6 +198,19 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"files": {"image": png()}}, "prompt"),
     "n": ({"files": {"image": png()}, "data": {"prompt": "x", "n": "0"}}, "n"),
     "json": ({"json": {"prompt": "x"}}, "body"),
+    "misspelt": ({"files": {"image": png()}, "data": {"prompt": "x", "step": "5"}}, "step"),
+    "pictures as text": ({"files": {"image": png()}, "data": {"prompt": "x", "images": "[]"}}, "images"),
+    "two masks": ({"files": [("image", png()), ("mask", png()), ("mask", png())], "data": {"prompt": "x"}}, "mask"),
+    "twice as a list": ({"files": {"image": png()}, "data": {"prompt": "x", "steps": "1", "steps[]": "2"}}, "steps[]"),
+    "twice in an object": (
+        {"files": {"image": png()}, "data": {"prompt": "x", "talker[seed]": ["1", "2"]}},
+        "talker[seed]",
+    ),
+    "object in a list": ({"files": {"image": png()}, "data": {"prompt": "x", "a[][b]": "1"}}, "a[][b]"),
+    "unknown list": ({"files": {"image": png()}, "data": {"prompt": "x", "step[]": "1"}}, "step"),
+    "no name": ({"files": {"image": png()}, "data": {"prompt": "x", "[]": "1"}}, "[]"),
+    "twice": ({"files": {"image": png()}, "data": {"prompt": "x", "size": ["32x24", "32x24"]}}, "size"),
+    "damaged AVIF": ({"files": {"image": damaged_avif()}, "data": {"prompt": "x"}}, "image"),
 }
 
 
@@ -186,6 +220,27 @@ async def test_a_wrong_form_is_refused_and_named(app: Any, engine: ScriptedOmni,
     response = await post(app, "/v1/images/edits", **sent)
     assert (response.status_code, response.json()["error"]["param"]) == (400, parameter), response.text
     assert engine.calls == []
+
+
+async def test_fields_of_the_official_clients_are_accepted(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = [PICTURE]
+    fields: dict[str, Any] = {"user": "u", "background": "auto", "quality": "auto", "output_format": "png"}
+    more = {"safety_identifier": "s", "talker": {"seed": 1}, "sampling_params_list": []}
+    await client.images.generate(model=MODEL, prompt=PROMPT, moderation="auto", extra_body=more, **fields)
+    await client.images.edit(model=MODEL, prompt=PROMPT, image=png(), extra_body={"safety_identifier": "s"}, **fields)
+    assert len(engine.calls) == 2
+
+
+async def test_limits_of_a_form_name_the_part(app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = engine.plan.config.limits.max_body_values
+    value = "[" + "[]," * (most // 4) + "[]]"  # half of the values
+    for data, status, parameter in (({"steps": value}, 400, "steps"), ({"steps": value, "seed": value}, 413, "seed")):
+        answer = await post(app, "/v1/images/edits", data={"prompt": "x", **data}, files={"image": png()})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter), answer.text
+    small = OmniConfig(limits=Limits(max_request_pixels=100))
+    monkeypatch.setattr(bodies, "pixel_budget", lambda _: media.pixel_budget(small))
+    answer = await post(app, "/v1/images/edits", data={"prompt": "x"}, files={"image": png(11)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "image"), answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,6 +15,7 @@ from PIL import Image
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from tests.serving.conftest import asking
+from tests.support.media import damaged_avif
 from tests.support.scripted import ScriptedOmni
 from vllm_omni_ext.config.schema import Limits, OmniConfig
 from vllm_omni_ext.errors import RequestError
@@ -71,6 +72,27 @@ async def test_images_of_a_request_share_a_budget_of_pixels(
     assert [answer.status_code for answer in answers] == [200, 400, 200]
     error = answers[1].json()["error"]
     assert "max_request_pixels" in error["message"] and error["param"] in ("messages", "image_url")
+
+
+async def test_an_image_at_which_pillow_fails_is_named(app: Any) -> None:
+    url = f"data:image/avif;base64,{base64.b64encode(damaged_avif()).decode()}"
+    with media.install(None):
+        answer = await ask(app, "image_url", url)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] in ("messages", "image_url")
+
+
+async def test_frames_of_a_video_in_jpeg_images_share_the_budget_of_pixels(
+    app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = OmniConfig(limits=Limits(max_request_pixels=256_000))
+    monkeypatch.setattr(bodies, "pixel_budget", lambda _: media.pixel_budget(small))
+    engine.script = ["fine"]
+    frame = picture(252, "jpeg").partition(",")[2]
+    with media.install(None):
+        answers = [await ask(app, "video_url", f"data:video/jpeg;base64,{','.join([frame] * n)}") for n in (4, 5, 4)]
+    assert [answer.status_code for answer in answers] == [200, 400, 200]
+    error = answers[1].json()["error"]
+    assert "max_request_pixels" in error["message"] and error["param"] == "video_url"
 
 
 @pytest.mark.parametrize("rate", [7, 44_100, 2**31 - 1, 2**32 - 1])

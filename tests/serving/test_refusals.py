@@ -189,22 +189,61 @@ def counted(engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+TEXT_ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": HELLO},
+    "/v1/chat/completions/batch": {"messages": [HELLO]},
+}
+
+
+@pytest.mark.parametrize("path", [path for path in TEXT_ROUTES if path != "/v1/messages"])
 @pytest.mark.parametrize(
     ("fields", "parameter", "said"),
     [
-        ({"modalities": ["text", "audio"]}, "modalities", "/v1/responses answers text only"),
+        ({"modalities": ["text", "audio"]}, "modalities", "{path} answers text only"),
         ({"modalities": ["smell"]}, "modalities", "'smell' is not available"),
         ({"audio": {"voice": "ethan", "format": "wav"}}, "audio", "/v1/chat/completions answers with audio"),
+        ({"talker": {"temperature": 0.5}}, "talker", "{path} does not read it"),
+        ({LIST: []}, LIST, "use /v1/chat/completions"),
+        ({"chunks": {"frames": [4]}}, "chunks", "use /v1/chat/completions"),
+        ({"return_stage_metrics": True}, "return_stage_metrics", "use /v1/chat/completions"),
+        ({"voice": "ethan"}, "voice", "use /v1/chat/completions"),
     ],
 )
-async def test_the_responses_api_refuses_other_outputs_than_text(
-    app: Any, engine: ScriptedOmni, fields: dict[str, Any], parameter: str, said: str, counted: list[str]
+async def test_text_apis_refuse_fields_that_only_a_chat_may_have(
+    app: Any, engine: ScriptedOmni, path: str, fields: dict[str, Any], parameter: str, said: str, counted: list[str]
 ) -> None:
-    answer = await post(app, json.dumps({"input": "Hello", **fields}), "/v1/responses")
+    answer = await post(app, json.dumps(TEXT_ROUTES[path] | fields), path)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, parameter, 400)
     assert len(counted) == 1 and engine.calls == []
-    assert said in error["message"]
+    assert said.format(path=path) in error["message"]
+
+
+@pytest.mark.parametrize("path", TEXT_ROUTES)
+async def test_text_apis_refuse_values_that_no_engine_can_take(
+    app: Any, engine: ScriptedOmni, path: str, counted: list[str]
+) -> None:
+    stop = "stop_sequences" if path == "/v1/messages" else "stop"
+    for fields, name in (({stop: ["\ud800"]}, f"{stop}[0]"), ({"top_k": 1 << 70}, "top_k")):
+        answer = await post(app, json.dumps(TEXT_ROUTES[path] | fields), path)
+        assert answer.status_code == 400 and f"{name}: must be" in answer.text
+    assert len(counted) == 2 and engine.calls == []
+    engine.script = ["Hi"]
+    answer = await post(app, json.dumps({**TEXT_ROUTES[path], "modalities": ["text"]}), path)
+    assert answer.status_code == 200 and len(engine.calls) == 1, answer.text
+
+
+@pytest.mark.parametrize("path", TEXT_ROUTES)
+async def test_text_apis_of_a_model_without_text_refuse_all_requests(
+    app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    speaks = replace(engine.capabilities, modalities=("audio",), default_modalities=("audio",))
+    monkeypatch.setattr(app.state.openai_serving_chat._model, "capabilities", speaks)
+    answer = await post(app, json.dumps(TEXT_ROUTES[path]), path)
+    assert answer.status_code == 400 and "model: it has no text" in answer.text
+    assert engine.calls == []
 
 
 PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/audio/speech", "/tokenize", "/detokenize"

@@ -25,6 +25,7 @@ from tests.serving.scripted_video import MEMORY_BYTES, Scripted
 from tests.support import media
 from tests.support.descriptors import open_files
 from vllm_omni_ext.serving.limits import video
+from vllm_omni_ext.serving.limits.references import OPENCV_OPTIONS
 from vllm_omni_ext.serving.limits.video import ReadFailed
 
 TIMEOUT_S = 1.0
@@ -164,6 +165,27 @@ def test_video_for_a_gpu_is_read_in_this_process(helper: psutil.Process, option:
 
 def avi(frames: int = 6) -> bytes:
     return base64.b64decode(media.video_url(media.video(frames, 64, 48, seed=1)).partition(",")[2])
+
+
+SESSION = b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 21000 RTP/AVP 26\n"
+
+
+@pytest.mark.parametrize(("name", "options"), [("scripted", {"backend": "torchcodec"}), ("pynvvideocodec", {})])
+def test_ffmpeg_opens_no_addresses_of_a_session(name: str, options: dict[str, str]) -> None:
+    since = time.monotonic()
+    with pytest.raises(ValueError, match="refers to other files or to addresses"):
+        video._read(name, Scripted, SESSION, options)
+    assert time.monotonic() - since < 10, "FFmpeg has waited for packets of the session"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("given", [None, "timeout;9000000"])
+def test_opencv_opens_no_addresses_of_a_session(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    if given is not None:
+        monkeypatch.setenv(OPENCV_OPTIONS, given)
+    monkeypatch.setattr(video, "TIMEOUT_S", 30.0)
+    with video.install(), pytest.raises(ReadFailed, match="Could not open video stream"):
+        load(SESSION, "opencv")
 
 
 @pytest.mark.engine

@@ -139,3 +139,13 @@ def _openai_medium(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _data_url(mime: str, content: bytes) -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode()}"
+
+
+def damaged_avif() -> bytes:
+    """An image at which Pillow raises RuntimeError."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "AVIF")
+    data = bytearray(file.getvalue())
+    start = data.index(b"mdat") + 4
+    data[start : start + 8] = bytes(8)
+    return bytes(data)

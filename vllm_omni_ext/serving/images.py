@@ -10,8 +10,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
+from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -34,7 +35,7 @@ from vllm_omni_ext.serving.limits.bodies import BodyScan
 from vllm_omni_ext.serving.limits.media import PIXELS, count_pixels
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import LARGEST_INTEGER, check
+from vllm_omni_ext.serving.options import CHUNKS, LARGEST_INTEGER, LIST, check
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -42,8 +43,14 @@ AUTO, B64_JSON = "auto", "b64_json"
 MOST_IMAGES = 10
 MOST_PREVIEWS = 3
 
+FILES = ("images", "mask")
+"""Fields of `ImageRequest` that only `read_form` sets."""
+
 UPLOADS = re.compile(r"(image|mask)(\[\d*\])?")
 """Matches the names of form parts that must be files: image, image[], image[0], mask."""
+
+PART = re.compile(r"[^\[\]]+(\[[^\[\]]+\])?(\[\])?")
+"""Matches the names of form parts that are not files: field, field[], field[key], field[key][]."""
 
 _SIZE = re.compile(r"\d{1,5}x\d{1,5}")
 Job = tuple[Rendered, RequestOptions]
@@ -75,6 +82,7 @@ class ImageRequest(OpenAIBaseModel):
     moderation: str | None = None
     style: str | None = None
     user: str | None = None
+    safety_identifier: str | None = None
     stream: bool | None = None
     partial_images: int | None = Field(None, ge=0, le=MOST_PREVIEWS, description="Previews in a stream.")
     images: list[Any] = Field(default_factory=list, exclude=True)
@@ -92,16 +100,54 @@ class ImageRequest(OpenAIBaseModel):
 @load_aware_call
 async def create_image(request: ImageRequest, raw_request: Request) -> Response:
     """Generate pictures from a text."""
-    request.images, request.mask = [], None  # only forms contain files
+    for name in FILES:
+        if getattr(request, name) not in (None, []):
+            raise RequestError(f"{name}: is a file of /v1/images/edits; it is not read here", parameter=name)
     return await _respond(request, raw_request, "image_generation")
 
 
+async def read_form(raw_request: Request) -> ImageRequest:
+    """Read the form of `/v1/images/edits`: convert files to PIL images, and other parts to fields of the request.
+
+    Raises:
+        RequestError: a part of the form is invalid or missing; names the part.
+    """
+    if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise RequestError("body: must be multipart/form-data with the parts image and prompt", parameter="body")
+    fields: dict[str, Any] = {}
+    files: dict[str, list[Any]] = {"image": [], "mask": []}
+    scan = BodyScan(raw_request.app.state.engine_client.plan.config.limits.max_body_values)
+    async with raw_request.form() as form:
+        for name, part in form.multi_items():
+            upload = UPLOADS.fullmatch(name)
+            if isinstance(part, UploadFile):
+                if upload is None:
+                    raise RequestError(f"{name}: is not a file here; use image and mask", parameter=name)
+                if upload[1] == "mask" and files["mask"]:
+                    raise RequestError(f"{name}: may be sent once", parameter=name)
+                files[upload[1]].append(await asyncio.to_thread(opened, name, await part.read()))
+            elif upload is not None or name in FILES:
+                raise RequestError(f"{name}: must be a file with the name image or mask", parameter=name)
+            else:
+                _add(fields, name, _value(name, part, scan))
+    if not files["image"]:
+        raise RequestError("image: is missing; send a picture", parameter="image")
+    try:
+        request = ImageRequest.model_validate(fields)
+    except ValidationError as err:
+        first = err.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise RequestError(f"{name}: {first['msg']}", parameter=name) from err
+    request.images, request.mask = files["image"], next(iter(files["mask"]), None)
+    return request
+
+
 @router.post("/v1/images/edits", responses=_RESPONSES)
-@with_cancellation
+@with_cancellation  # drops pieces of the body that have not been read
 @load_aware_call
-async def edit_image(raw_request: Request) -> Response:
+async def edit_image(request: Annotated[ImageRequest, Depends(read_form)], raw_request: Request) -> Response:
     """Generate pictures from pictures and a text."""
-    return await _respond(await read_form(raw_request), raw_request, "image_edit")
+    return await _respond(request, raw_request, "image_edit")
 
 
 async def _respond(request: ImageRequest, raw_request: Request, kind: str) -> Response:
@@ -183,6 +229,7 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
     """
     await refuse_long(model.omni, "prompt", request.prompt)
     validate_json_values(request.model_copy(update={"images": [], "mask": None}))
+    _refuse_others(request, model)
     request.size = None if request.size == AUTO else request.size
     if request.size is not None and not _SIZE.fullmatch(request.size):
         raise RequestError(f"size: must be '{AUTO}' or width x height such as 1024x1024", parameter="size")
@@ -206,45 +253,49 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
     return jobs
 
 
-async def read_form(raw_request: Request) -> ImageRequest:
-    """Read the form of `/v1/images/edits`: convert files to PIL images, and other parts to fields of the request.
+def _refuse_others(request: ImageRequest, model: ServedModel) -> None:
+    """Raise RequestError if the request has a field that neither this API nor the model reads."""
+    stages = [stage.model_stage for stage in model.omni.plan.model_stages()]
+    known = {*model.fields.names, *stages, LIST, CHUNKS}
+    for name in request.model_extra or {}:
+        if name not in known:
+            raise RequestError(f"{name:.100}: is unknown to /v1/images/*", parameter=f"{name:.100}")
+
+
+def _add(fields: dict[str, Any], name: str, value: Any) -> None:
+    """Add the value of a form part to the fields of the request.
+
+    OpenAI's client sends a list as parts with the name `field[]`, and an object as parts with the names `field[key]` or
+    `field[key][]`.
 
     Raises:
-        RequestError: a part of the form is invalid or missing; names the part.
+        RequestError: the name has another form, or the field has a value already.
     """
-    if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise RequestError("body: must be multipart/form-data with the parts image and prompt", parameter="body")
-    fields: dict[str, Any] = {}
-    files: dict[str, list[Any]] = {"image": [], "mask": []}
-    async with raw_request.form() as form:
-        for name, part in form.multi_items():
-            upload = UPLOADS.fullmatch(name)
-            if isinstance(part, UploadFile):
-                if upload is None:
-                    raise RequestError(f"{name}: is not a file here; use image and mask", parameter=name)
-                files[upload[1]].append(await asyncio.to_thread(opened, name, await part.read()))
-            elif upload is not None:
-                raise RequestError(f"{name}: must be a file", parameter=name)
-            else:
-                BodyScan(raw_request.app.state.engine_client.plan.config.limits.max_body_values).feed(part.encode())
-                fields[name] = _value(name, part)
-    if not files["image"]:
-        raise RequestError("image: is missing; send a picture", parameter="image")
-    try:
-        request = ImageRequest.model_validate(fields)
-    except ValidationError as err:
-        first = err.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise RequestError(f"{name}: {first['msg']}", parameter=name) from err
-    request.images, request.mask = files["image"], next(iter(files["mask"]), None)
-    return request
+    if PART.fullmatch(name) is None:
+        raise RequestError(f"{name}: is unknown to /v1/images/edits", parameter=name)
+    path = [key.removesuffix("]") for key in name.split("[")]
+    target: Any = fields
+    for key, inside in pairwise(path):
+        target = target.setdefault(key, {} if inside else []) if isinstance(target, dict) else None
+    if isinstance(target, list) and not path[-1]:
+        target.append(value)
+    elif isinstance(target, dict) and path[-1] not in target:
+        target[path[-1]] = value
+    else:
+        raise RequestError(f"{name}: may be sent once", parameter=name)
 
 
-def _value(name: str, text: str) -> Any:
-    """Return the value of a form field: parsed JSON, or the text if it is not JSON or the field is a string."""
+def _value(name: str, text: str, scan: BodyScan) -> Any:
+    """Return the value of a form field: parsed JSON, or the text if it is not JSON or the field is a string.
+
+    Args:
+        scan: counts the values of all fields of the form.
+    """
     field = ImageRequest.model_fields.get(name)
     if field is not None and field.annotation in (str, str | None):
         return text
+    scan.begin_field(name)
+    scan.feed(text.encode())
     try:
         return json.loads(text)
     except ValueError:
@@ -263,7 +314,7 @@ def opened(name: str, data: bytes) -> Any:
     from PIL import Image
 
     if (budget := PIXELS.get()) is not None:
-        count_pixels(budget, data)
+        count_pixels(budget, data, name)
     try:
         with Image.open(io.BytesIO(data)) as picture:
             pixels, most = picture.width * picture.height, envs.VLLM_MAX_IMAGE_PIXELS
@@ -271,7 +322,9 @@ def opened(name: str, data: bytes) -> Any:
                 raise RequestError(f"{name}: {pixels} pixels are too many, at most {most} are read", parameter=name)
             picture.load()
             return picture.copy() if name.startswith("mask") else convert_image_mode(picture, "RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
+    except RequestError:
+        raise
+    except Exception as err:  # Pillow's decoders raise errors of any type
         raise RequestError(f"{name}: is not a picture that can be read", parameter=name) from err
 
 

@@ -1,7 +1,8 @@
-"""Reads sound of integer samples from containers that only PyAV opens (MKV, MOV, AVI, M4A).
+"""Reads sound with vLLM's loaders that use FFmpeg: corrects integer samples, and refuses references to other data.
 
-vLLM's loader for PyAV converts integer samples to float without scaling them to [-1, 1], and reads interleaved channels
-as one channel. PCM, FLAC and ALAC are decoded to integers, AAC, MP3, Opus and Vorbis to float in separate planes.
+vLLM's loader for PyAV, which reads MKV, MOV, AVI and M4A, converts integer samples to float without scaling them to
+[-1, 1], and reads interleaved channels as one channel. PCM, FLAC and ALAC are decoded to integers, AAC, MP3, Opus and
+Vorbis to float in separate planes.
 """
 
 from __future__ import annotations
@@ -10,24 +11,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import av
 import numpy as np
 from vllm.multimodal.media import audio
 
+from vllm_omni_ext.serving.limits import references
+
 Load = Callable[..., tuple[np.ndarray, float]]
-PYAV = "pyav"
-
-
 _lock = Lock()
 _users = 0
 
 
 @contextmanager
 def install() -> Iterator[None]:
-    """Replace vLLM's PyAV loader in this process, inside the `with` block, by one that reads integer samples correctly.
+    """Replace vLLM's loaders for PyAV and TorchCodec in this process, inside the `with` block.
 
     Blocks of several threads may overlap.
     """
@@ -35,32 +35,40 @@ def install() -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
-            _use(partial(_load, audio.load_audio_pyav))
+            for name, load in _LOADERS.items():
+                _use(name, partial(load, audio._AUDIO_LOADERS[name]))
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if _users == 0:
-                _use(audio.load_audio_pyav.args[0])  # type: ignore[attr-defined]
+                for name in _LOADERS:
+                    _use(name, audio._AUDIO_LOADERS[name].args[0])  # type: ignore[attr-defined]
 
 
-def _use(load: Load) -> None:
-    audio.load_audio_pyav = audio._AUDIO_LOADERS[PYAV] = load
+def _use(name: str, load: Load) -> None:
+    audio._AUDIO_LOADERS[name] = load
+    setattr(audio, f"load_audio_{name}", load)
 
 
-def _load(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:
+def _load_pyav(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:
     """Read a file with vLLM's loader `stock`; scale integer samples, and mix interleaved channels.
 
     Returns:
         (samples [n], float32 in [-1, 1]; sample rate in Hz)
+
+    Raises:
+        ValueError: the file is no sound, or refers to other files or to addresses.
     """
-    samples, rate = stock(path, **options)
-    if isinstance(path, BytesIO):
-        path.seek(0)
-    with av.open(path) as container:
+    file = _in_memory(path)
+    with references.opened(file) as container:
+        if not container.streams.audio:
+            raise ValueError("No audio stream found.")
         stream = container.streams.audio[0]
         form, channels, own_rate = stream.format, stream.channels, stream.rate
+    file.seek(0)
+    samples, rate = stock(file, **options)
     if rate != own_rate or samples.ndim > 1:  # resampled, which makes float of one channel; or not mixed
         return samples, rate
     if form.is_packed and channels > 1:
@@ -70,3 +78,22 @@ def _load(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:
     elif form.name.startswith("s"):
         samples = samples / 2 ** (8 * form.bytes - 1)
     return samples.astype(np.float32, copy=False), rate
+
+
+def _load_torchcodec(stock: Load, path: Any, **options: Any) -> tuple[np.ndarray, float]:
+    """Read a file with vLLM's loader `stock`; raise ValueError if it refers to other files or to addresses."""
+    if audio.AudioDecoder is None:
+        return stock(path, **options)  # raises ImportError, at which vLLM uses another loader
+    file = _in_memory(path)
+    references.opened(file).close()
+    file.seek(0)
+    return stock(file, **options)
+
+
+def _in_memory(path: Any) -> BytesIO:
+    """Return a sound as a file in memory, because FFmpeg needs a protocol for a path. vLLM has limited its bytes."""
+    return path if isinstance(path, BytesIO) else BytesIO(Path(path).read_bytes())
+
+
+_LOADERS: dict[str, Load] = {"pyav": _load_pyav, "torchcodec": _load_torchcodec}
+"""Functions that call vLLM's loaders, by the loader's key in vLLM's `_AUDIO_LOADERS`."""

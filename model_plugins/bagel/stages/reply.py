@@ -19,6 +19,7 @@ from vllm_omni_ext.model_plugins.bagel.prompts import Prompts, Segments, TextSeg
 from vllm_omni_ext.model_plugins.bagel.requests.parts import cut_at_pictures
 from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT
 from vllm_omni_ext.model_plugins.bagel.text import RunningText
+from vllm_omni_ext.plugins.spec import LOGPROBS
 
 _NOT_POSSIBLE = (
     "logprobs",
@@ -116,8 +117,8 @@ class Sampling:
 
     def __init__(self, prompt: Sequence[int], params: SamplingParams) -> None:
         for name in _NOT_POSSIBLE:
-            unset = (None,) if name.endswith("logprobs") else (None, False, 0, [], {})  # 0 is a number of logprobs
-            if getattr(params, name, None) not in unset:
+            value = getattr(params, name, None)
+            if value if name not in LOGPROBS else value is not None:  # 0 is a number of log probabilities
                 raise ValueError(f"{name}: is not possible in a stage that also makes pictures")
         self._prompt, self._params = prompt, params
         self._generator = torch.Generator("cpu")

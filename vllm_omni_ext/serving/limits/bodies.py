@@ -71,7 +71,10 @@ DRAIN_S = 1.0
 """Seconds for which the server reads on after it has refused a body, so that the client can read the response."""
 
 FORMS = ("multipart/", "application/x-www-form-urlencoded")
-"""Content types of forms. A body with such a type that starts with { or [ is scanned: a route may parse it as JSON."""
+"""Content types of forms. A body with such a type that begins like JSON is scanned: a route may parse it as JSON."""
+
+JSON_STARTS = b'{["\xef\xfe\xff\0'
+"""First bytes, after white space, of an object, an array or a text: also of a byte order mark, UTF-16 or UTF-32."""
 
 RETRY_AFTER_S = 1
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -130,6 +133,12 @@ class BodyScan:
         self._text_bytes = 0
         self._wide = False  # the current text has characters beyond ASCII
 
+    def begin_field(self, name: str) -> None:
+        """Scan a JSON value next that a form has in its field `name`; all fields of the form share the limit."""
+        self._enter(name)
+        self._depth, self._ended = 1, False
+        self._in_text = self._escaped = False
+
     def feed(self, data: bytes) -> None:
         """Scan the next piece of the body.
 
@@ -163,14 +172,17 @@ class BodyScan:
         self._escaped = block.endswith(b"\\")
         return block
 
+    def _enter(self, field: str) -> None:
+        self._field, self._bytes, self._at_key = field, 0, False
+        self._weight = WEIGHTS.get(self._field, 1)
+        self._comma_weight = ID_WEIGHT if self._field in TOKEN_IDS else self._weight
+
     def _read_quote(self) -> None:
         self._in_text = not self._in_text
         if self._in_text:
             self._key, self._text_bytes, self._wide = b"", 0, False
         elif self._at_key:
-            self._field, self._bytes, self._at_key = _name(self._key), 0, False
-            self._weight = WEIGHTS.get(self._field, 1)
-            self._comma_weight = ID_WEIGHT if self._field in TOKEN_IDS else self._weight
+            self._enter(_name(self._key))
         if not self._in_text:
             self._total += self._weight
 
@@ -280,7 +292,7 @@ class _Body:
             raise RefusedBody(f"may have {self._most // MIB} MiB (limits.max_body_mib)")
         if self._may_be_form and (begin := body.lstrip()[:1]):
             self._may_be_form = False
-            if begin not in b"{[":
+            if begin not in JSON_STARTS:
                 self._scan = None
         if self._scan is not None:
             try:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -49,21 +48,22 @@ class Budget:
     Args:
         most: limit of the sum.
         problem: text of the RequestError that is raised if the limit is exceeded.
-        parameter: field that the RequestError names.
+        parameter: field that the RequestError names, unless a call of `take` names another one.
     """
 
     def __init__(self, most: int, problem: str, *, parameter: str) -> None:
         self._most = most
-        self._error = partial(RequestError, problem, parameter=parameter)
+        self._problem = problem
+        self._parameter = parameter
         self._lock = threading.Lock()
         self.held = 0
 
-    def take(self, amount: int) -> None:
-        """Add `amount` to the sum; raise RequestError if the sum exceeds the limit."""
+    def take(self, amount: int, *, parameter: str = "") -> None:
+        """Add `amount`, of the field `parameter`, to the sum; raise RequestError if the sum exceeds the limit."""
         with self._lock:
             self.held += amount
             if self.held > self._most:
-                raise self._error()
+                raise RequestError(self._problem, parameter=parameter or self._parameter)
 
     @contextmanager
     def lease(self) -> Iterator[Callable[[int], None]]:
@@ -96,14 +96,18 @@ def pixel_budget(config: OmniConfig) -> Budget:
     return Budget(most, problem, parameter="image_url")
 
 
-def count_pixels(budget: Budget, data: bytes) -> None:
-    """Add the pixels of an encoded image to a budget. Data that is not an image is ignored: its decoder raises."""
+def count_pixels(budget: Budget, data: bytes, parameter: str) -> None:
+    """Add the pixels of an encoded image to a budget. Data that is not an image is ignored: its decoder raises.
+
+    Args:
+        parameter: field or form part with the image, which the budget's RequestError names.
+    """
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-    except (OSError, ValueError, Image.DecompressionBombError):
+    except Exception:  # Pillow's decoders raise errors of any type
         return
-    budget.take(width * height)
+    budget.take(width * height, parameter=parameter)
 
 
 class MediaNotFetched(BadRequest):
@@ -156,28 +160,36 @@ class RestrictedMediaConnector(MediaConnector):
         except Exception as error:
             logger.warning("A medium of %r was not fetched: %r", parse_url(url).host, error)
             await asyncio.sleep(EARLIEST_FAILURE_S - (time.monotonic() - since))
-            field = next((name for kind, name in FIELDS.items() if isinstance(media_io, kind)), "image_url")
+            field = _field(media_io)
             raise MediaNotFetched(f"{field} {FAILED}", parameter=field) from None
 
 
 def _limit_pixels(media_io: Any) -> None:
-    """Make `media_io` count the pixels of an image before it decodes the image.
+    """Make `media_io` count the pixels of each image, also of a video in JPEG images, before it decodes the image.
 
     The budget is read from `PIXELS` here, because the thread that decodes does not have the request's context.
     """
     budget = PIXELS.get()
-    if budget is None or not isinstance(media_io, ImageMediaIO):
+    image_io = media_io.image_io if isinstance(media_io, VideoMediaIO) else media_io
+    if budget is None or not isinstance(image_io, ImageMediaIO):
         return
-    decode = media_io.load_bytes
+    decode, field = image_io.load_bytes, _field(media_io)
 
     def load_bytes(data: bytes) -> Any:
         try:
-            count_pixels(budget, data)
+            count_pixels(budget, data, field)
+            return decode(data)
         except RequestError as error:
             raise as_vllm_error(error) from error
-        return decode(data)
+        except RuntimeError as error:  # Pillow's decoder of AVIF
+            unread = RequestError(f"{field}: is not a picture that can be read", parameter=field)
+            raise as_vllm_error(unread) from error
 
-    media_io.load_bytes = load_bytes  # type: ignore[method-assign]
+    image_io.load_bytes = load_bytes  # type: ignore[method-assign]
+
+
+def _field(media_io: Any) -> str:
+    return next((name for kind, name in FIELDS.items() if isinstance(media_io, kind)), "image_url")
 
 
 @contextmanager

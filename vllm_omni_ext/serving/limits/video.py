@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import io
 import multiprocessing
 import os
 import resource
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY
 
+from vllm_omni_ext.serving.limits import references
 from vllm_omni_ext.titles import name_process
 
 Video = tuple[npt.NDArray[Any], dict[str, Any]]
@@ -54,6 +56,9 @@ FIRST_TO_GO = 1000
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Signals whose default action is restored in a video process: libraries' handlers take a second to look up symbols."""
+
+FFMPEG_BACKENDS = ("torchcodec", "pynvvideocodec")
+"""Decoders besides OpenCV that read containers with FFmpeg; they have no option for FFmpeg's protocols."""
 
 MAX_HEADER_BYTES = 16 << 20
 
@@ -111,11 +116,10 @@ def _load(context: Any, name: str, stock: Any, data: bytes, **options: Any) -> V
     """
     names = (name, options.get("backend", name))
     if str(options.get("device", "cpu")) != "cpu" or any(map(VIDEO_LOADER_REGISTRY.backend_requires_gpu, names)):
-        found: Video = stock().load_bytes(data, **options)  # GPU memory must belong to this process
-        return found
+        return _read(name, stock, data, options)  # GPU memory must belong to this process
     ours, theirs = context.Pipe()
     with ours:
-        arguments = (theirs, stock, options, TIMEOUT_S, MEMORY_BYTES)
+        arguments = (theirs, name, stock, options, TIMEOUT_S, MEMORY_BYTES)
         process = context.Process(target=_answer, args=arguments, daemon=True)
         with theirs:
             process.start()
@@ -152,7 +156,16 @@ def _pieces(array: npt.NDArray[Any]) -> list[npt.NDArray[np.uint8]]:
     return [flat[start : start + PIECE_BYTES] for start in range(0, flat.size, PIECE_BYTES)]
 
 
-def _answer(end: Connection, stock: Any, options: dict[str, Any], timeout_s: float, memory_bytes: int) -> None:
+def _read(name: str, stock: Any, data: bytes, options: dict[str, Any]) -> Video:
+    if options.get("backend", name) in FFMPEG_BACKENDS:
+        references.opened(io.BytesIO(data)).close()
+    found: Video = stock().load_bytes(data, **options)
+    return found
+
+
+def _answer(
+    end: Connection, name: str, stock: Any, options: dict[str, Any], timeout_s: float, memory_bytes: int
+) -> None:
     """Main function of a video process: receive the bytes of one video, and send its frames."""
     faulthandler.disable()
     for number in (signal.SIGALRM, *CRASHES):
@@ -162,8 +175,9 @@ def _answer(end: Connection, stock: Any, options: dict[str, Any], timeout_s: flo
     threading.Thread(target=_end_with_caller, daemon=True).start()
     name_process("video")
     _limit(memory_bytes)
+    references.refuse_in_opencv()
     try:
-        array, about = stock().load_bytes(end.recv_bytes(), **options)
+        array, about = _read(name, stock, end.recv_bytes(), options)
         header = Answer(about=about, dtype=array.dtype.str, shape=array.shape)
     except Exception as error:
         array, header = np.empty(0), Answer(error=str(error) or type(error).__name__)
