@@ -150,8 +150,8 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def message(name: str) -> torch.Tensor:
-    return pack(HiddenStatesChunkReady(source="s", name=name, first=0, count=1))
+def message(name: str, first: int = 0) -> torch.Tensor:
+    return pack(HiddenStatesChunkReady(source="s", name=name, first=first, count=1))
 
 
 def results(*req_ids: str, tensors: list[Any] | None) -> Any:
@@ -164,6 +164,12 @@ def test_exports_of_aborted_requests_are_freed_once(scheduler: Any) -> None:
     assert scheduler.has_requests(), "a step follows that frees them"
     assert scheduler.schedule().orphaned == ["b", "c"]
     assert scheduler.schedule().orphaned == [] and not scheduler.has_requests()
+
+
+def test_an_export_that_was_scheduled_ahead_frees_nothing_that_a_stage_reads(scheduler: Any) -> None:
+    """The API server has the name from the chunk before."""
+    scheduler.update_from_output(None, results("ended", tensors=[message("a", 7)]))
+    assert scheduler.schedule().orphaned == []
 
 
 @pytest.mark.parametrize("tensors", [None, [], [None, pack(StageProgress(1, 2))], [None, torch.zeros(3)]], ids=str)

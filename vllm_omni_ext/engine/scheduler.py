@@ -352,8 +352,8 @@ class DueFirst(Scheduler):
 class OrphanedExports(Scheduler):
     """Sends the worker, with the next step, the names of hidden states that it must free: no stage will receive them.
 
-    Such hidden states belong to requests that were aborted during the step that exported them. vLLM drops the output of
-    such a step, which contains the only reference to the hidden states.
+    Such hidden states belong to requests that were aborted during the step that exported the first of them. vLLM drops
+    the output of such a step, which contains the only reference to the hidden states.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -366,7 +366,9 @@ class OrphanedExports(Scheduler):
             request = self.requests.get(req_id)
             if tensor is not None and (request is None or request.is_finished()):
                 message = unpack(tensor)
-                if isinstance(message, HiddenStatesChunkReady):
+                # After the first chunk the API server has the name, and frees the hidden states itself: another stage
+                # may still read them if the request has ended before an output that was scheduled ahead.
+                if isinstance(message, HiddenStatesChunkReady) and message.first == 0:
                     self._orphaned.append(message.name)
         return super().update_from_output(scheduler_output, model_runner_output)
 
