@@ -61,7 +61,7 @@ def test_probes_use_the_routes_of_the_server() -> None:
 def test_pods_have_time_to_drain() -> None:
     assert container(HEAD)["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_S)]
     assert HEAD["terminationGracePeriodSeconds"] > PRE_STOP_S + int(flag(HEAD, "--shutdown-timeout"))
-    assert TALKERS["terminationGracePeriodSeconds"] > int(flag(TALKERS, "--omni-drain-timeout"))
+    assert TALKERS["terminationGracePeriodSeconds"] > int(flag(HEAD, "--omni-drain-timeout"))
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -120,9 +120,9 @@ def test_the_autoscaler_reads_a_metric_that_is_exported() -> None:
     (rule,) = yaml.safe_load(OBJECTS["ConfigMap omni-adapter-rules"]["data"]["rules.yaml"])["externalRules"]
     metric = scaler["metrics"][0]["external"]["metric"]
     assert metric["name"] == rule["name"]["as"]
-    exported = metrics.PREFIX + metrics.REPLICA_WAITING.name
+    exported = metrics.PREFIX + metrics.REPLICA_IN_FLIGHT.name
     assert rule["seriesQuery"] == exported and f"sum({exported}{{<<.LabelMatchers>>}})" == rule["metricsQuery"]
-    assert metric["selector"]["matchLabels"].keys() <= set(metrics.REPLICA_WAITING.labels)
+    assert metric["selector"]["matchLabels"].keys() <= set(metrics.REPLICA_IN_FLIGHT.labels)
     target = scaler["scaleTargetRef"]
     assert f"{target['kind']} {target['name']}" in OBJECTS
 

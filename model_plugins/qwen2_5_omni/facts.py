@@ -54,6 +54,9 @@ GRAPH_NODES = 6 * 19 * 38
 """Operators in the graphs of the transformer (`dit_graphs.py`): graphs for 6 numbers of blocks, 19 layers of 38
 operators."""
 
+MELS_OF_A_BLOCK = 6
+"""Tensors of mel frames of a waiting block: value, point, and the slopes of four evaluations."""
+
 EVALUATIONS = 36
 """Number of evaluations of the transformer for a block, with the default number of steps."""
 
@@ -97,9 +100,9 @@ def facts(
 def _token2wav(config: Any, weights: tuple[WeightPart, ...]) -> StageFacts:
     dit, bigvgan = config.dit_config, config.bigvgan_config
     inner = dit.num_attention_heads * dit.head_dim
-    block = (
-        2 * dit.block_size * (len(dit.look_ahead_layers) * dit.hidden_size + len(dit.look_backward_layers) * 2 * inner)
-    )
+    # A block waits at each layer that looks ahead, with its hidden states and condition; both twice, for the guidance.
+    waiting = 2 * (dit.hidden_size + dit.enc_dim + dit.enc_emb_dim + dit.emb_dim) + MELS_OF_A_BLOCK * dit.mel_dim
+    block = dit.block_size * (len(dit.look_ahead_layers) * waiting + len(dit.look_backward_layers) * 4 * inner)
     rates = [math.prod(bigvgan.upsample_rates[: i + 1]) for i in range(len(bigvgan.upsample_rates))]
     widest = max(rate * (bigvgan.upsample_initial_channel >> (i + 1)) for i, rate in enumerate(rates))
     window = MOST_WINDOW_FRAMES + 2 * reach(bigvgan)

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_omni_ext.engine.graphs import recorder_for
+from vllm_omni_ext.model_plugins.qwen2_5_omni.facts import EVALUATIONS
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Utterance
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
 from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
@@ -23,11 +24,16 @@ class UtteranceStreams(PartStreams):
     """Decodes the parts of all streams of a step in one call of `Token2Wav.decode`.
 
     The sound of a code becomes final many parts later (see `dit.py`), so the first parts of a stream have no samples.
+
+    Args:
+        most: number of utterances for which memory is planned, each with the default number of evaluations. One with
+            more evaluations is refused if the open ones leave too few.
     """
 
-    def __init__(self, token2wav: Token2Wav, *, idle_s: float) -> None:
+    def __init__(self, token2wav: Token2Wav, *, idle_s: float, most: int) -> None:
         super().__init__(idle_s=idle_s)
         self._token2wav = token2wav
+        self._most = most * EVALUATIONS
 
     def _open(self, header: PartHeader) -> UtteranceState:
         try:
@@ -38,6 +44,12 @@ class UtteranceStreams(PartStreams):
         solver = Solver(params.num_steps, params.guidance_scale, params.sway_coefficient)
         if params.seed is None:
             raise ValueError("payload: the first part of an utterance has a seed")
+        held = sum(stream.state.dit.solver.evaluations for stream in self._streams.values())
+        if solver.evaluations > EVALUATIONS and held + solver.evaluations > self._most:
+            default = Solver().num_steps
+            raise ValueError(
+                f"num_steps: {params.num_steps} need memory that other answers have; use {default}, or wait"
+            )
         return self._token2wav.new_state(opened.speaker, params.seed, solver)
 
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
@@ -61,7 +73,9 @@ class Qwen2_5OmniToken2Wav(WaveformModel):
         token2wav = Token2Wav(model_config.hf_config)
         token2wav.set_speakers(speakers_of(model_config.model, model_config.revision))
         self.pooler = WaveformPooler(
-            token2wav, UtteranceStreams(token2wav, idle_s=self.idle_s), try_out=token2wav.try_out
+            token2wav,
+            UtteranceStreams(token2wav, idle_s=self.idle_s, most=vllm_config.scheduler_config.max_num_seqs),
+            try_out=token2wav.try_out,
         )
 
     def warm_up(self) -> None:

@@ -193,6 +193,14 @@ SPLIT = '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'
         ("--omni-dp-size-local 2", "--omni-dp-size-local 2: of one stage; write --stage NAME too"),
         ("--stage thinker --omni-dp-size-local 0", "--omni-dp-size-local: must be an integer >= 1, got 0"),
         ("-ora 10.0.0.2", "--omni-replica-address 10.0.0.2: only with --headless; the replicas of this process are re"),
+        (
+            "--headless --stage talker -oma h -omp 1 --omni-drain-timeout 9",
+            "--omni-drain-timeout: the head's value appl",
+        ),
+        (
+            "--headless --stage talker -oma h -omp 1 --omni-heartbeat-timeout 9",
+            "--omni-heartbeat-timeout: the head's v",
+        ),
         ("--headless --stage talker -oma h -omp 1 --api-server-count 2", "--api-server-count 2: --headless starts no"),
         (
             "--omni-port-range 9000-8000",

@@ -105,7 +105,12 @@ def test_a_model_is_served_with_the_flags_that_are_not_the_commands(
         started.append(given)
         yield f"{server[0]}/v1"
 
+    keys: list[str | None] = []
+    run = run_batch._run
     monkeypatch.setattr(run_batch, "served", served)
+    monkeypatch.setattr(run_batch, "_run", lambda args, url, key, *rest: keys.append(key) or run(args, url, key, *rest))
+    monkeypatch.setenv("VLLM_API_KEY", "of the server")
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
     flags = ["--max-model-len", "8", "--stage-config", "x"]
     for words in (["m", *files, *flags], [*files, *flags, "--model", "m", "--api-key", "k"]):
         run_batch.main(words)
@@ -113,6 +118,7 @@ def test_a_model_is_served_with_the_flags_that_are_not_the_commands(
         ("m", "vllm serve m", flags),
         ("m", "vllm serve m", [*flags, "--api-key", "k"]),
     ]
+    assert keys == ["of the server", "k"]
 
 
 @pytest.mark.parametrize("address", ["http://host:80a/x.wav", "http://[half/x.wav", "http://host/\ud83d.wav"])
@@ -135,6 +141,8 @@ def test_a_url_of_a_line_that_is_malformed_is_an_error_of_the_line(
         (["--model", "m", "--url", "http://h"], "write either --url URL, or the MODEL"),
         (["--url", "http://h", "--max-model-len", "8"], "unrecognized arguments: --max-model-len 8; flags of vllm"),
         (["--url", "http://h", "--concurrency", "0"], "must be 1 or more"),
+        (["m", "-oma", "10.0.0.1"], "-oma: write --omni-master-address"),
+        (["m", "-omp=9100"], "-omp: write --omni-master-port"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ def test_limits_of_sessions_fit_together(model: str) -> None:
         ("log_dir", "/etc/hostname", "log_dir: '/etc/hostname' is not a folder; name another one"),
         ("batch_dir", "/etc/hostname", "batch_dir: '/etc/hostname' is not a folder; name another one"),
         ("batch_dir", "made", "batch_dir: LLM(omni=True) has no HTTP routes; leave it out, got made"),
+        ("max_body_mib", 8, "max_body_mib: LLM(omni=True) has no HTTP routes; leave it out, got 8"),
+        ("api_key_routes", "all", "api_key_routes: LLM(omni=True) has no HTTP routes; leave it out, got 'all'"),
         ("log_dir", "/etc/hostname/logs", "log_dir: '/etc/hostname' is not a folder; name another one"),
     ],
 )

@@ -72,9 +72,9 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
     """A server, one more prefill replica that has joined it, and the answers to `BODIES` before that."""
     logs, port = tmp_path_factory.mktemp("logs"), free_ports(PORTS + RANGE)
     head = ["-oma", HOST, "-omp", str(port)]
-    shared = [*STAGE_CONFIG, "--stage-overrides", SPLIT, *TIMES]
+    shared = [*STAGE_CONFIG, "--stage-overrides", SPLIT]
     shared += ["--omni-port-range", f"{port + PORTS}-{port + PORTS + RANGE - 1}"]
-    flags = [*LENGTH, *shared]
+    flags = [*LENGTH, *shared, *TIMES]
     with (
         Server(tiny, logs / "head", [*flags, *head, "--api-server-count", "2"]) as server,
         Headless(tiny, logs / "crew", PREFILL, port, *shared) as crew,
@@ -234,7 +234,7 @@ def test_prefill_on_another_host_sends_its_blocks_over_the_network(tiny: Path, t
         split = ["--stage-overrides", json.dumps(none_here)]
         head = Server(tiny, tmp_path / "head", [*LENGTH, *TIMES, *split, "-oma", here.address, "-omp", str(port)])
         head.words[:0] = here.words
-        crew = Headless(tiny, tmp_path / "crew", PREFILL, port, *split, *TIMES, host=here.address)
+        crew = Headless(tiny, tmp_path / "crew", PREFILL, port, *split, host=here.address)
         crew.words[:0] = there.words
         here.call(lambda: stack.enter_context(head))
         alone = here.call(lambda: ask_all(head, BODIES[:4], 1))  # decode alone

@@ -343,7 +343,7 @@ def received(answers: list[Answer], tokens: str) -> int:
 def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: Path, tmp_path: Path, port: int) -> None:
     """And an API server is killed in between; the metrics count every token that clients get."""
     before = scrape(two)
-    with Headless(tiny, tmp_path / "log", "talker", port, "--omni-heartbeat-timeout", str(TIMEOUT_S)) as more:
+    with Headless(tiny, tmp_path / "log", "talker", port) as more:
         assert until(lambda: "starting talker" in more.log.read_text(), UP_S)
         with load(two, BODIES[:AT_ONCE], undisturbed[:AT_ONCE], AT_ONCE) as joining:
             assert until(lambda: all_up(two, 7), UP_S), more.tail()

@@ -108,7 +108,7 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     within = ["--omni-port-range", f"{port + PORTS}-{port + PORTS + RANGE - 1}"]
 
     def join(name: str, stage: str, *flags: str, model: Path = tiny) -> Headless:
-        return Headless(model, logs / name, stage, port, *TIMES, *within, *flags)
+        return Headless(model, logs / name, stage, port, *within, *flags)
 
     words = ["--stage", "thinker", "--omni-dp-size-local", "2", "-oma", HOST, "-omp", str(port)]
     head = Server(tiny, logs / "head", [*LENGTH, *words, *TIMES, *within])
@@ -519,7 +519,7 @@ def test_replicas_join_a_head_that_starts_after_them(
     head = Server(tiny, tmp_path / "head", [*LENGTH, "-oma", "::1", "-omp", str(port), *TIMES, *needs_two])
     with contextlib.ExitStack() as stack:
         members = [
-            stack.enter_context(Headless(tiny, tmp_path / stage, stage, port, *TIMES, host="::1"))
+            stack.enter_context(Headless(tiny, tmp_path / stage, stage, port, host="::1"))
             for stage in ("talker", "code2wav")
         ]
         time.sleep(1)  # they send requests by now, or will do so while the head starts
@@ -585,7 +585,7 @@ def test_two_hosts(tiny: Path, tmp_path: Path, oracle: Oracle, expected: dict[st
         head.start()
         stack.callback(head.stop)
         copied = tmp_path / "cluster.secret"
-        flags = [*TIMES, *SECRET_FILE, str(copied)]
+        flags = [*SECRET_FILE, str(copied)]
         talker = Headless(tiny, tmp_path / "talker", "talker", port, *flags, host=here.address)
         named = ["--omni-replica-address", second]
         thinker = Headless(tiny, tmp_path / "thinker", "thinker", port, *flags, *named, host=here.address)

@@ -9,9 +9,11 @@ import signal
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -358,28 +360,36 @@ def test_closing_ends_all_api_servers() -> None:
     assert [process.exitcode for process in processes] == [-signal.SIGTERM] * 3
 
 
-def _known_models(result: Connection) -> None:
-    """Start an API server in this process; in place of serving, it sends the names of vLLM's models."""
+def _known_models(result: Connection, plugin: str) -> None:
+    """Start an API server in this process; it sends the names of vLLM's models and tool parsers."""
     from vllm import ModelRegistry
+    from vllm.tool_parsers import ToolParserManager
 
     from vllm_omni_ext.serving import server
 
     async def answer(*_: Any) -> None:
-        result.send(set(ModelRegistry.get_supported_archs()))
+        result.send({*ModelRegistry.get_supported_archs(), *ToolParserManager.list_registered()})
 
     connections: Any = SimpleNamespace(head=os.getppid(), client_index=0, ready_responses=None)
     nothing: Any = None
+    args = Namespace(tool_parser_plugin=plugin, reasoning_parser_plugin="")
     with mock.patch.object(server, "_api_server", answer):
-        server.run_api_server(connections, nothing, "", nothing, nothing)
+        server.run_api_server(connections, nothing, "", nothing, args)
 
 
-def test_a_spawned_api_server_has_the_models_of_plugins() -> None:
+def test_a_spawned_api_server_has_the_models_and_parsers_of_plugins(tmp_path: Path) -> None:
     """API servers are spawned on CUDA and forked on a CPU."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from vllm.tool_parsers import ToolParserManager\n"
+        "from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser\n"
+        "ToolParserManager.register_module('of_a_plugin', module=Hermes2ProToolParser)\n"
+    )
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_known_models, args=(theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=_known_models, args=(theirs, str(plugin)))
     process.start()
     theirs.close()
     with ours:
-        assert {"BagelUnderstanding", "Qwen3OmniTalker"} <= ours.recv()
+        assert {"BagelUnderstanding", "Qwen3OmniTalker", "of_a_plugin"} <= ours.recv()
     process.join()
     assert process.exitcode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import tracemalloc
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -260,9 +261,11 @@ async def test_thousands_of_validation_errors_cost_little(app: FastAPI, engine: 
     assert most < 8 << 20
 
 
-def limited(server: int | None) -> httpx.AsyncClient:
-    """Return a client of an application with a limit of 1 MiB."""
+def limited(server: int | None, *, wrapped: bool = False) -> httpx.AsyncClient:
+    """Return a client of an application with a limit of 1 MiB; `wrapped`: with a function as middleware."""
     inner = FastAPI()
+    if wrapped:
+        inner.middleware("http")(lambda request, call_next: call_next(request))
 
     @inner.get("/stream")
     async def stream() -> StreamingResponse:
@@ -280,6 +283,61 @@ def limited(server: int | None) -> httpx.AsyncClient:
 
     inner.add_middleware(RequestLimits, config=OmniConfig(limits=Limits(max_body_mib=1)), server=server)
     return asking(inner)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_a_refused_body_has_the_same_answer_with_any_middleware(wrapped: bool) -> None:
+    """Starlette converts an error that comes through a function as middleware."""
+    async with limited(None, wrapped=wrapped) as http:
+        for body in (b"x" * (1 << 20 | 1), many("", "[],", 400_000, "")):
+            answer = await http.post("/200", content=body)
+            assert answer.status_code == 413 and answer.json()["error"]["param"] == "body"
+        assert (await http.post("/200", content=b"x")).json() == {"size": 1}
+
+
+@pytest.mark.parametrize("expect", [False, True])
+async def test_a_body_is_received_before_it_is_refused(expect: bool) -> None:
+    """A client that sends it reads no response before. With `Expect: 100-continue` it sends nothing."""
+    received, sent = [], []
+
+    async def receive() -> dict[str, Any]:
+        received.append(1)
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": len(received) < 5}
+
+    async def send(message: Any) -> None:
+        sent.append((message["type"], message.get("status"), len(received)))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+    limits = RequestLimits(app, config=OmniConfig(limits=Limits(max_body_mib=1)))
+    headers = [(b"content-length", b"%d" % (5 << 20)), *([(b"expect", b"100-continue")] if expect else [])]
+    await limits({"type": "http", "headers": headers}, receive, send)  # type: ignore[arg-type]
+    assert sent[0] == ("http.response.start", 413, 0 if expect else 5)
+
+
+class Counted:
+    """Middleware of a user that counts how often it is constructed."""
+
+    made = 0
+
+    def __init__(self, app: Any) -> None:
+        Counted.made += 1
+        self._inner = app
+
+    async def __call__(self, *given: Any) -> None:
+        await self._inner(*given)
+
+
+async def test_middleware_is_constructed_once(server_parts: tuple[ScriptedOmni, Any]) -> None:
+    """Some register metrics then, as vLLM's own: a second time they would count nothing."""
+    from vllm_omni_ext.serving.app import make_app
+
+    omni, args = server_parts
+    app = await make_app(omni, Namespace(**{**vars(args), "middleware": [f"{__name__}.Counted"]}))
+    async with asking(app) as http:
+        assert (await http.get("/v1/models")).status_code == 200
+    assert Counted.made == 1
 
 
 async def test_only_long_errors_are_cut() -> None:

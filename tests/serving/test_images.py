@@ -146,6 +146,20 @@ async def test_a_picture_that_comes_in_several_pieces_is_edited(
     assert made.data is not None and len(made.data) == 1
 
 
+async def test_an_upload_that_the_client_breaks_off_is_no_error_of_the_server(app: Any) -> None:
+    pieces = [{"type": "http.request", "body": b"--x", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return pieces.pop(0)
+
+    async def send(message: dict[str, Any]) -> None: ...
+
+    headers = [(b"content-type", b"Multipart/Form-Data; boundary=x"), (b"host", b"server")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/images/edits", "query_string": b"", "headers": headers}
+    await app({**scope, "root_path": "", "client": ("c", 1), "server": ("s", 80), "scheme": "http"}, receive, send)
+    assert pieces == []
+
+
 async def test_uploaded_pictures_reach_the_plugin(
     app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,7 @@ def _run(name: str, url: str, suite: Suite, listen: Recogniser | None, args: arg
     from rich.markup import escape
     from rich.progress import Progress
 
-    key = os.environ.get("OPENAI_API_KEY", "none")
+    key = (args.serve and os.environ.get("VLLM_API_KEY")) or os.environ.get("OPENAI_API_KEY", "none")
     with Progress(transient=True) as progress:
         task = progress.add_task(escape(name), total=len(suite.items))
         done = partial(progress.advance, task)

@@ -9,6 +9,7 @@ import argparse
 import sys
 from dataclasses import replace
 
+from vllm_omni_ext.cli.args import EXPLICIT
 from vllm_omni_ext.config.checks import as_network
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.overrides import with_settings
@@ -18,6 +19,9 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.spec import PipelineSpec
 from vllm_omni_ext.ports import LAST_PORT, VIEWS_PORT
 from vllm_omni_ext.topology.plan import Headless, Plan
+
+HEADS_OWN = ("--omni-drain-timeout", "--omni-heartbeat-timeout")
+"""Flags of times that a head sends to the replicas that join it."""
 
 _STAGE = "--stage"
 _STAGE_ID = "--stage-id"
@@ -152,6 +156,10 @@ def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
         raise ConfigError(f"--omni-dp-size-local: must be an integer >= 1, got {replicas}")
     if replicas > 1 and stage is None and not args.headless:
         raise ConfigError(f"--omni-dp-size-local {replicas}: of one stage; write {_STAGE} NAME too")
+    if args.headless:
+        for flag in HEADS_OWN:
+            if flag[2:].replace("-", "_") in getattr(args, EXPLICIT, ()):
+                raise ConfigError(f"{flag}: the head's value applies to all replicas; remove it, and write it there")
     if args.omni_replica_address is not None and not args.headless:
         raise ConfigError(
             f"--omni-replica-address {args.omni_replica_address}: only with --headless; "

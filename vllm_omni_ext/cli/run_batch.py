@@ -23,11 +23,15 @@ from vllm_omni_ext.evaluation.servers import served
 CONCURRENCY, ATTEMPTS = 32, 10
 AGAIN = "run the same command again to continue"
 
+SHORT = {"-oma": "--omni-master-address", "-omp": "--omni-master-port", "-ora": "--omni-replica-address"}
+"""Short flags of `vllm serve` that begin like one of this command."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Send the requests of a file that have no answer in the output; the exit status is 1 if a request has an error."""
     args, flags = _arguments(argv)
-    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    # A server that this command starts has the key of its environment, VLLM_API_KEY.
+    key = args.api_key or (args.model and os.environ.get("VLLM_API_KEY")) or os.environ.get("OPENAI_API_KEY")
     with args.output_file.open("ab") as output:
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,10 +66,17 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--concurrency", type=positive, default=CONCURRENCY, metavar="N", help=f"at a time (default: {CONCURRENCY})")
     add("--attempts", type=positive, default=ATTEMPTS, metavar="N", help=f"of a line (default: {ATTEMPTS})")
     add("--priority", type=int, metavar="N", help="vLLM's priority of all lines, over 0 is later than live requests")
-    add("--api-key", metavar="KEY", help="of the server (default: OPENAI_API_KEY of the environment)")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="of the server (default: with MODEL VLLM_API_KEY of the environment, else OPENAI_API_KEY)",
+    )
     words = list(argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--model")
+    for word in words:
+        if (short := word.partition("=")[0]) in SHORT:  # argparse would read -omp as -o mp
+            parser.error(f"{short}: write {SHORT[short]}")
     args, flags = parser.parse_known_args(words)
     if (args.model is None) == (args.url is None):
         parser.error("write either --url URL, or the MODEL that is to be served")

@@ -79,6 +79,18 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     return _plan(args.model, family, pipeline, hf_config, config, text_args, where), args
 
 
+SERVERS_OWN = {
+    "max_body_mib",
+    "max_body_values",
+    "max_request_pixels",
+    "max_batch_files_mib",
+    "api_key_routes",
+    "allow_private_media",
+    "streaming_input",
+}
+"""Keys of which only a server makes use; as keywords of `LLM(omni=True)` they are refused."""
+
+
 def from_kwargs(
     model: str,
     *,
@@ -107,6 +119,8 @@ def from_kwargs(
     family = _family(model, hf_config)
     pipeline, config = expand(*_read(family, stage_config, stage_overrides, settings))
     _check_realtime(config.limits, {*settings}, None)
+    for name in sorted(SERVERS_OWN & engine_kwargs.keys()):
+        raise ConfigError(f"{name}: LLM(omni=True) has no HTTP routes; leave it out, got {engine_kwargs[name]!r}")
     if config.api_servers != 1:
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from vllm import envs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -100,7 +104,8 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     os.environ.setdefault(IMAGE_PIXELS, str(MAX_IMAGE_PIXELS))
     args = with_chat_template(args, family_of(omni.plan.family))
     tasks = await omni.get_supported_tasks()
-    app = build_app(args, tasks, omni.model_config)
+    with without_a_stack():
+        app = build_app(args, tasks, omni.model_config)
     await init_app_state(omni, app.state, args, tasks)
     model, models, stock_chat = ServedModel(omni), app.state.openai_serving_models, app.state.openai_serving_chat
     app.state.openai_serving_chat = OmniServingChat.of(stock_chat, model)
@@ -124,12 +129,32 @@ async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     app.add_exception_handler(StarletteHTTPException, http_exception_handler)  # type: ignore[arg-type]
     app.add_exception_handler(OmniError, omni_error_handler)  # type: ignore[arg-type]
     app.add_exception_handler(RefusedBody, refused_handler)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnect, disconnect_handler)
     texts.install(app, omni.renderer)
     validation.install(app, omni.observer)
     number = omni.connections.client_index if omni.connections.client_count > 1 else None
     app.user_middleware.insert(0, Middleware(RequestLimits, config=omni.plan.config, server=number))
-    app.middleware_stack = app.build_middleware_stack()  # vLLM has built the middleware stack already
+    app.middleware_stack = app.build_middleware_stack()
     return app
+
+
+@contextlib.contextmanager
+def without_a_stack() -> Iterator[None]:
+    """Let vLLM's application build no middleware inside the `with` block.
+
+    `make_app` adds more middleware, and builds all of it once: some register metrics when they are constructed.
+    """
+    stock = FastAPI.build_middleware_stack
+    FastAPI.build_middleware_stack = lambda self: None  # type: ignore[method-assign, assignment, return-value]
+    try:
+        yield
+    finally:
+        FastAPI.build_middleware_stack = stock  # type: ignore[method-assign]
+
+
+async def disconnect_handler(request: Request, error: Exception) -> Response:
+    """Return a response for a client that has disconnected while it sent a body; it is not sent."""
+    return Response(status_code=HTTPStatus.BAD_REQUEST)
 
 
 def with_chat_template(args: Namespace, family: ModelFamily) -> Namespace:

@@ -108,7 +108,7 @@ async def _fetch(rules: Rules, url: str) -> bytes:
 @router.post("/v1/files")
 async def create_file(raw_request: Request) -> dict[str, Any]:
     """Upload the input file of a batch, and return the file's object."""
-    if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not raw_request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise RequestError("file: must be sent as multipart/form-data", parameter="file")
     async with raw_request.form(max_files=1, max_fields=len(FILE_PARAMS)) as form:
         _refuse_unknown(form, ("file", "purpose"))

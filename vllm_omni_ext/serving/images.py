@@ -112,7 +112,7 @@ async def read_form(raw_request: Request) -> ImageRequest:
     Raises:
         RequestError: a part of the form is invalid or missing; names the part.
     """
-    if not raw_request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not raw_request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise RequestError("body: must be multipart/form-data with the parts image and prompt", parameter="body")
     fields: dict[str, Any] = {}
     files: dict[str, list[Any]] = {"image": [], "mask": []}

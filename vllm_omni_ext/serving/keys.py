@@ -72,4 +72,4 @@ def _is_open(scope: Scope, headers: Headers, paths: frozenset[str]) -> bool:
     if scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers:
         return True
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")).removesuffix("/") in paths
+    return path.removeprefix(scope.get("root_path", "").rstrip("/")).removesuffix("/") in paths

@@ -49,6 +49,9 @@ GRACE_S = 3.0
 FAILED = 1
 """Exit status if the server cannot start, or an essential process has ended unexpectedly."""
 
+SHORTEST_PLUGIN = 3
+"""A path of a parser plugin has more characters, as in vLLM."""
+
 COORDINATOR_PAUSE_S = 1.0
 """Seconds between two attempts to start the coordinator."""
 
@@ -269,6 +272,7 @@ def run_api_server(
         signal.signal(number, lambda *_: sys.exit(0))
     decorate_logs()
     load_general_plugins()  # registers the plugins' models in this spawned process
+    load_parsers(args)
     with contextlib.ExitStack() as quieted:
         if connections.client_index or connections.ready_responses is not None:
             quieted.enter_context(quiet())
@@ -277,6 +281,17 @@ def run_api_server(
         except ConfigError as error:  # raised by a check that needs the loaded model
             print_status(f"error: {error}")
             sys.exit(FAILED)
+
+
+def load_parsers(args: Namespace) -> None:
+    """Import the plugins of `--tool-parser-plugin` and `--reasoning-parser-plugin`, as vLLM does in its API servers."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if len(args.tool_parser_plugin or "") > SHORTEST_PLUGIN:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if len(args.reasoning_parser_plugin or "") > SHORTEST_PLUGIN:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
 
 @contextlib.contextmanager

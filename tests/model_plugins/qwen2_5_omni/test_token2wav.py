@@ -183,15 +183,16 @@ def test_the_model_names_what_it_cannot_decode(oracle: Oracle, tmp_path: Path) -
             hf_config=oracle.model.config.token2wav_config, model=str(tmp_path), revision=None
         ),
         additional_config={},
+        scheduler_config=SimpleNamespace(max_num_seqs=3),
     )
     model = Qwen2_5OmniToken2Wav(vllm_config=config)  # type: ignore[arg-type]
     tensors = {f"token2wav.{name}": tensor for name, tensor in oracle.model.token2wav.state_dict().items()}
     assert model.load_weights(tensors.items()) == {name for name, _ in model.named_parameters()}
     streams = model.pooler.streams
 
-    def answer(utterance: Utterance | None) -> Tensor | str:
+    def answer(utterance: Utterance | None, stream: str = "") -> Tensor | str:
         payload = None if utterance is None else ["utterance", utterance.speaker, _plain(utterance.params)]
-        header = PartHeader(stream="s", part=0, last=True, payload=payload)
+        header = PartHeader(stream=stream, part=0, last=not stream, payload=payload)
         return streams.decode([header], [codes_of(4, seed=0)[:, None]])[0]
 
     spoken = answer(Utterance(speaker="Ethan", params=Token2WavParams(seed=5)))
@@ -204,6 +205,12 @@ def test_the_model_names_what_it_cannot_decode(oracle: Oracle, tmp_path: Path) -
     )
     assert str(answer(None)).startswith("payload: ")
     assert len(streams) == 0
+    utterances = [Utterance(speaker="Ethan", params=Token2WavParams(seed=5, num_steps=n)) for n in (20, 19, 10, 10, 10)]
+    answers = [answer(each, stream=str(number)) for number, each in enumerate(utterances)]
+    assert [str(each) for each in answers if isinstance(each, str)] == [
+        "num_steps: 19 need memory that other answers have; use 10, or wait"
+    ]
+    assert len(streams) == 4, "any number with the default is accepted"
 
 
 def _plain(params: Token2WavParams) -> dict[str, object]:

@@ -104,6 +104,11 @@ class RefusedBody(HTTPException):
 
 async def refused_handler(request: Request, error: RefusedBody) -> JSONResponse:
     """Return the response with status 413; its `param` is the name of the field."""
+    return refusal(error)
+
+
+def refusal(error: RefusedBody) -> JSONResponse:
+    """Return the response to a body that was refused with this error."""
     status = HTTPStatus(error.status_code)
     info = ErrorInfo(message=error.detail, type=status.phrase, param=error.parameter, code=status.value)
     return JSONResponse(ErrorResponse(error=info).model_dump(), status)
@@ -269,11 +274,22 @@ class RequestLimits:
             return
         PIXELS.set(pixel_budget(self._config))
         body = _Body(headers, receive, self._config)
-        await self._app(scope, body.receive, _Answer(send, self._server).send)
+        answer = _Answer(send, self._server, body)
+        try:
+            await self._app(scope, body.receive, answer.send)
+        except Exception:
+            if body.refused is None or answer.started:
+                raise
+        if body.refused is not None and not answer.started:
+            await answer.refuse(refusal(body.refused), scope, receive)
 
 
 class _Body:
-    """Receives one body, and refuses it as soon as it exceeds a limit. Of forms, only the bytes are counted."""
+    """Receives one body, and refuses it as soon as it exceeds a limit. Of forms, only the bytes are counted.
+
+    Attributes:
+        refused: the error with which the body was refused. Middleware of the user may convert it to another one.
+    """
 
     def __init__(self, headers: Headers, receive: Receive, config: OmniConfig) -> None:
         declared = headers.get("content-length", "")
@@ -283,13 +299,19 @@ class _Body:
         self._may_be_form = headers.get("content-type", "").lower().startswith(FORMS)
         self._scan: BodyScan | None = BodyScan(config.limits.max_body_values)
         self._receive = receive
+        self._waits = headers.get("expect", "").lower() == "100-continue"
+        self.refused: RefusedBody | None = None
 
     async def receive(self) -> Message:
+        if self.refused is not None:
+            return await self._receive()
         message = {} if self._declared > self._most else await self._receive()
         body = message.get("body", b"")
         self._received += len(body)
         if max(self._declared, self._received) > self._most:
-            raise RefusedBody(f"may have {self._most // MIB} MiB (limits.max_body_mib)")
+            await self._drain(message)
+            self.refused = RefusedBody(f"may have {self._most // MIB} MiB (limits.max_body_mib)")
+            raise self.refused
         if self._may_be_form and (begin := body.lstrip()[:1]):
             self._may_be_form = False
             if begin not in JSON_STARTS:
@@ -297,26 +319,46 @@ class _Body:
         if self._scan is not None:
             try:
                 self._scan.feed(body)
-            except RefusedBody:
-                self._scan = None
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(DRAIN_S):
-                        while message.get("more_body", False):
-                            message = await self._receive()
+            except RefusedBody as error:
+                await self._drain(message)
+                self.refused = error
                 raise
         return message
 
+    async def _drain(self, message: Message) -> None:
+        """Receive the rest of the body after `message`: a client that sends it does not read the response before."""
+        if self._waits and not message:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while message.get("more_body", not message):
+                    message = await self._receive()
+
 
 class _Answer:
-    """Sends one response with additional headers, and truncates the texts of a long error."""
+    """Sends one response with additional headers, and truncates the texts of a long error.
 
-    def __init__(self, send: Send, server: int | None) -> None:
+    Args:
+        body: if it is refused before the response has started, `refuse` sends another response.
+    """
+
+    def __init__(self, send: Send, server: int | None, body: _Body) -> None:
         self._send = send
         self._server = server
+        self._body = body
+        self.started = False
         self._start: Message | None = None  # of a long error response, delayed until its body is complete
         self._error = b""
 
+    async def refuse(self, response: JSONResponse, scope: Scope, receive: Receive) -> None:
+        """Send the response to a refused body."""
+        self.started = True
+        await response(scope, receive, self.send)
+
     async def send(self, message: Message) -> None:
+        if self._body.refused is not None and not self.started:
+            return
+        self.started = True
         if message["type"] == "http.response.start":
             headers, status = MutableHeaders(scope=message), message["status"]
             if status in BUSY:

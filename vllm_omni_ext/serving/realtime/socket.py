@@ -264,7 +264,7 @@ class RealtimeKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request or handshake."""
-        if scope["type"] == "websocket" and scope["path"].removeprefix(scope.get("root_path", "")) == PATH:
+        if scope["type"] == "websocket" and scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) == PATH:
             scope = await self._with_key(scope, receive, send) or {}
             if not scope:
                 return
