@@ -118,7 +118,11 @@ def run(part: Part, folder: Path, env: Mapping[str, str], *, limit_s: float = LI
 
 
 def interrupt_with_parent() -> None:
-    """Let the kernel send this process SIGINT when its parent ends, so that a part does not keep the device."""
+    """Let the kernel send this process SIGINT when its parent ends, so that a part does not keep the device.
+
+    A shell ignores SIGINT for the programs that it starts in the background, and their children inherit that.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
 
 
