@@ -583,9 +583,10 @@ class RequestMachine:
 
     def _replica_ended(self, event: m.ReplicaEnded) -> None:
         """Count the end of a process that had stopped answering; fail requests that were lost `MOST_LOSSES` times."""
+        reason = f"replica {event.replica} is gone: {event.reason}"
         for binding in self.placement.ended(event.replica):
-            self._fail_fatal(binding, event.replica, f"replica {event.replica} is gone: {event.reason}")
-        self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
+            self._fail_fatal(binding, event.replica, reason)
+        self._give_up(event.replica.stage, reason)
 
     def _fail_fatal(self, binding: Binding, replica: ReplicaId, reason: str) -> None:
         """Fail a request because its stage has repeatedly lost the replica that had it."""

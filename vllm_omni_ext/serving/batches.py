@@ -28,6 +28,7 @@ from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.serving.in_process import InProcess
 from vllm_omni_ext.serving.limits.fetching import Fetcher, Rules
 from vllm_omni_ext.serving.limits.media import EARLIEST_FAILURE_S
+from vllm_omni_ext.serving.limits.validation import HALF_CHARACTER
 
 logger = init_logger(__name__)
 
@@ -236,7 +237,7 @@ def read_metadata(metadata: Any) -> dict[str, str] | None:
         if not isinstance(value, str) or len(key) > LONGEST_KEY or len(value) > LONGEST_VALUE:
             limits = f"keys have {LONGEST_KEY} characters at most, and values are texts of {LONGEST_VALUE}"
             raise RequestError(f"metadata: {limits}", parameter="metadata")
-        if re.search("[\ud800-\udfff]", key + value):
+        if HALF_CHARACTER.search(key + value):
             raise RequestError("metadata: has half of a surrogate pair", parameter="metadata")
     return metadata
 

@@ -35,7 +35,7 @@ from vllm_omni_ext.serving.limits.bodies import BodyScan
 from vllm_omni_ext.serving.limits.media import PIXELS, count_pixels
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import CHUNKS, LARGEST_INTEGER, LIST, check
+from vllm_omni_ext.serving.options import CHUNKS, LARGEST_INTEGER, check
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -229,7 +229,7 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
     """
     await refuse_long(model.omni, "prompt", request.prompt)
     validate_json_values(request.model_copy(update={"images": [], "mask": None}))
-    _refuse_others(request, model)
+    model.refuse_unknown(request.model_extra or {}, (CHUNKS,), "/v1/images/*")
     request.size = None if request.size == AUTO else request.size
     if request.size is not None and not _SIZE.fullmatch(request.size):
         raise RequestError(f"size: must be '{AUTO}' or width x height such as 1024x1024", parameter="size")
@@ -251,15 +251,6 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
         check(model.runtime, options, found.paths)
         jobs.append((rendered, options))
     return jobs
-
-
-def _refuse_others(request: ImageRequest, model: ServedModel) -> None:
-    """Raise RequestError if the request has a field that neither this API nor the model reads."""
-    stages = [stage.model_stage for stage in model.omni.plan.model_stages()]
-    known = {*model.fields.names, *stages, LIST, CHUNKS}
-    for name in request.model_extra or {}:
-        if name not in known:
-            raise RequestError(f"{name:.100}: is unknown to /v1/images/*", parameter=f"{name:.100}")
 
 
 def _add(fields: dict[str, Any], name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,15 @@ from vllm_omni_ext.plugins.registry import family_of
 from vllm_omni_ext.plugins.runtime import RequestOptions
 from vllm_omni_ext.plugins.spec import resolve
 from vllm_omni_ext.serving.limits.media import PIXELS, pixel_budget
-from vllm_omni_ext.serving.options import CHUNKS, MODALITIES, RequestFields, read_chunks, read_modalities, read_params
+from vllm_omni_ext.serving.options import (
+    CHUNKS,
+    LIST,
+    MODALITIES,
+    RequestFields,
+    read_chunks,
+    read_modalities,
+    read_params,
+)
 from vllm_omni_ext.serving.responses import printable
 
 IMAGE_PARTS = ("image_url", "input_image")
@@ -64,6 +72,20 @@ class ServedModel:
         self.fields = RequestFields(omni.runtime.fields)
         self.generate = omni.start
         self.tokenize = omni.tokenize
+
+    def refuse_unknown(self, names: Iterable[str], known: Collection[str], route: str) -> None:
+        """Raise RequestError for the first field that is not in `known`, and that is no field of the model or a stage.
+
+        Args:
+            names: names of the fields of a request.
+            known: names of further fields that the route reads.
+            route: path of the route, for the error.
+        """
+        stages = [stage.model_stage for stage in self.omni.plan.model_stages()]
+        used = {*known, *self.fields.names, *stages, LIST}
+        for name in names:
+            if name not in used:
+                raise RequestError(f"{name:.100}: is unknown to {route}", parameter=f"{name:.100}")
 
     def read(
         self, body: Mapping[str, Any], *, stream: bool, seed: int | None, modalities: tuple[str, ...] | None = None

@@ -25,7 +25,7 @@ from vllm_omni_ext.plugins.runtime import Rendered, RequestOptions
 from vllm_omni_ext.serving.direct import DirectAnswer, DirectServing, only
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
-from vllm_omni_ext.serving.options import LARGEST_INTEGER, LIST, check
+from vllm_omni_ext.serving.options import LARGEST_INTEGER, check
 from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
 from vllm_omni_ext.serving.served import ServedModel
 
@@ -181,11 +181,8 @@ def _refuse_others(body: dict[str, Any], model: ServedModel) -> None:
     for name, neutral in OF_FAMILIES.items():
         if name not in known and body.get(name) not in (None, neutral):
             raise RequestError(f"{name}: is not available with this model", parameter=name)
-    stages = [stage.model_stage for stage in model.omni.plan.model_stages()]
-    used = {*known, *SpeechRequest.model_fields, *stages, LIST, *model.modalities[AUDIO].body_fields}
-    for name in body:
-        if name not in used:
-            raise RequestError(f"{name:.100}: is unknown to /v1/audio/speech", parameter=f"{name:.100}")
+    used = {*known, *SpeechRequest.model_fields, *model.modalities[AUDIO].body_fields}
+    model.refuse_unknown(body, used, "/v1/audio/speech")
 
 
 def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:

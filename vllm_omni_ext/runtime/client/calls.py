@@ -227,8 +227,9 @@ class Calls:
     ) -> Replies:
         if utility in (SLEEP, PAUSE):  # before the call, and also if the call fails: vLLM pauses the engine first
             await self.share(ReplicasSlept(tuple(replicas), asleep=True))
-        now = self._replicas  # a replica may have ended since
-        answers = await asyncio.gather(*(_call(name, now.get(name), utility, args, timeout_s) for name in replicas))
+        # A replica may have ended since.
+        calls = (_call(name, self._replicas.get(name), utility, args, timeout_s) for name in replicas)
+        answers = await asyncio.gather(*calls)
         replies = dict(zip(replicas, answers, strict=True))
         if utility in (WAKE, RESUME):
             done = (lambda reply: reply.value) if utility == WAKE else (lambda reply: reply.error is None)

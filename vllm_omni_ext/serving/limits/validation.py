@@ -49,7 +49,7 @@ CONTAINERS = frozenset({"list", "tuple", "set", "frozenset", "dict"})
 OPAQUE = frozenset({"metadata", "serialization", "default", "expected", "config", "cls"})
 """Keys of a core schema whose values are not schemas."""
 
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def install(app: FastAPI, observer: Observer) -> None:
@@ -157,7 +157,7 @@ def _problem(value: Any) -> tuple[str, str] | None:
     if isinstance(value, float):
         return None if math.isfinite(value) else ("", f"must be a finite number, got {value}")
     if isinstance(value, str):
-        return ("", "must be text; it has half of a surrogate pair in it") if _HALF_CHARACTER.search(value) else None
+        return ("", "must be text; it has half of a surrogate pair in it") if HALF_CHARACTER.search(value) else None
     if isinstance(value, list | tuple):
         for index, each in enumerate(value):
             if (found := _problem(each)) is not None:
