@@ -145,15 +145,13 @@ def model_identity(model: str, *, revision: str | None = None, config_path: str 
     """
     path = Path(model).expanduser()
     try:
-        config: Any = None
-        if config_path:
-            folder = Path(config_path).expanduser()
-            config = _config(folder) if folder.exists() else config_path
+        folder = Path(config_path).expanduser() if config_path else path
+        config = _config(folder) if folder.exists() else config_path
         if not path.exists():
             place = config if isinstance(config, str) else _digest(_text(config))
             return f"{model}@{revision or 'main'}" + (f" config {place}" if config_path else "")
         weights = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _WEIGHTS)
-        content = [config if config_path else _config(path), *map(_weight_file, weights)]
+        content = [config, *map(_weight_file, weights)]
     except OSError as err:
         raise ConfigError(f"model: '{model}' cannot be read: {err}") from err
     return _digest(_text(content))
