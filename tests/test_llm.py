@@ -28,12 +28,13 @@ class Engine:
 
     Attributes:
         running: numbers of the requests in progress.
+        begun: released once for each prompt "hang" in progress.
         ends: whether `shutdown` ends the requests in progress.
     """
 
     def __init__(self) -> None:
         self.running: set[str] = set()
-        self.begun = threading.Event()
+        self.begun = threading.Semaphore(0)
         self.ends = True
         self._ended = asyncio.Event()
 
@@ -41,7 +42,7 @@ class Engine:
         self.running.add(number)
         try:
             if prompt["prompt"] == "hang":
-                self.begun.set()
+                self.begun.release()
                 await self._ended.wait()
                 await asyncio.sleep(0)
                 raise StageUnavailable("the server is shutting down")
@@ -55,14 +56,13 @@ class Engine:
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def llm() -> Iterator[Any]:
     made: Any = OmniLLM.__new__(OmniLLM)
     made._loop, made._lock, made._calls = asyncio.new_event_loop(), threading.Lock(), set()
     made._thread = threading.Thread(target=module._run_loop, args=(made._loop,), daemon=True)
     made._thread.start()
     made._omni, made._numbers, made._modalities = Engine(), itertools.count(), {}
     made._replica_supervisor, made._deployment = None, SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(module, "CLOSE_S", 0.2)
     yield made
     made.close()
 
@@ -145,7 +145,7 @@ def test_the_requests_of_a_call_that_is_interrupted_while_it_waits_are_aborted(l
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_close_ends_a_call_of_another_thread(llm: Any, ends: bool) -> None:
+def test_close_ends_a_call_of_another_thread(llm: Any, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
     def call() -> None:
@@ -155,9 +155,11 @@ def test_close_ends_a_call_of_another_thread(llm: Any, ends: bool) -> None:
             found.append(error)
 
     llm._omni.ends = ends
+    monkeypatch.setattr(module, "CLOSE_S", WAIT_S if ends else 0.2)
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    assert llm._omni.begun.wait(WAIT_S)
+    for _ in range(2):  # both requests
+        assert llm._omni.begun.acquire(timeout=WAIT_S)
     llm.close()
     thread.join(WAIT_S)
     assert not thread.is_alive()

@@ -567,6 +567,10 @@ class _Frontend:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
+        if tasks := asyncio.all_tasks(loop):  # otherwise Python warns of tasks that were destroyed
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_S))
     finally:
         loop.close()
 
