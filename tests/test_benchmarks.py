@@ -283,7 +283,7 @@ def test_a_soak_run_finds_leaks(benchmark: Import, changes: dict[str, Any], foun
     assert soak.Result(levels=[before, grown]).growth() == pytest.approx({"pss": 0.1, "rss": 0.0})
 
 
-async def test_an_open_loop_sends_at_the_same_times_whatever_is_unanswered(benchmark: Import) -> None:
+async def test_an_open_loop_sends_at_the_same_times_without_answers(benchmark: Import) -> None:
     load: Any = benchmark("stage_load")
 
     async def sent(seed: int) -> list[float]:

@@ -144,7 +144,14 @@ class AsyncOmni(TargetedLLM):
         )
         self.capabilities = self.admission.capabilities
         logging.getLogger("vllm.v1.engine.async_llm").addFilter(_not_about_engine_requests)
-        self.engine_core = TextClient(config, self.orchestrator, self.plan.sides(), admission=self.admission)
+        pipeline = family_of(self.plan.family).pipeline(self.plan.pipeline)
+        self.engine_core = TextClient(
+            config,
+            self.orchestrator,
+            self.plan.sides(),
+            admission=self.admission,
+            own_models=[each.name for each in self.plan.stages if pipeline.stage(each.model_stage).models],
+        )
         self.replica_connections = ReplicaConnections(
             self.connections, self.orchestrator, replicas, take=self._take, joined=self._joined, lost=self._lost
         )
@@ -163,13 +170,18 @@ class AsyncOmni(TargetedLLM):
         own = (
             get_config(model.model, model.trust_remote_code, model.revision) if model.hf_overrides else model.hf_config
         )
-        lengths = self._lengths()
+        lengths, configs = self._lengths(), self.connections.configs
         context = RuntimeContext(
             hf_config=own,
             pipeline=self.plan.pipeline,
             frontend=self.plan.frontend().model_stage,
             chunks=self.plan.chunks,
             limits={each.model_stage: lengths[each.name] for each in stages if each.name in lengths},
+            max_num_seqs={
+                each.model_stage: configs[each.name].scheduler_config.max_num_seqs
+                for each in stages
+                if each.name in configs
+            },
             defaults={each.model_stage: each.params for each in stages},
             model_config=model,
             processor=self.renderer.mm_processor,

@@ -479,8 +479,8 @@ class World:
 
     def _check_the_end(self, disturbance: Disturbance) -> None:
         waiting = ", ".join(f"{state.history_text()}" for state in self.machine.requests.values())
-        assert not self.machine.requests, f"nothing goes on, and has not ended: {waiting}"
-        assert not self.machine.held(), f"{self.machine.held()} things are held after the end"
+        assert not self.machine.requests, f"no message is left, and requests have not ended: {waiting}"
+        assert not self.machine.held(), f"{self.machine.held()} entries are held after the end"
         for replica_id, replica in self.replicas.items():
             assert not replica.running, f"{replica_id} still works on {list(replica.running)}"
             assert not (left := self._stores[replica.address]), f"{replica_id} still stores hidden states of {left}"
@@ -495,7 +495,7 @@ class World:
 
 
 def _joined(one: Reply, other: Reply) -> Reply | None:
-    """Return a reply with the tokens and arrays of two successive ones; None if an engine would send them apart."""
+    """Return one reply with the tokens and arrays of two successive replies; None if an engine sends two outputs."""
     pair = (one, other)
     if any(each.finish is not None or each.hidden_states or not each.tokens for each in pair):
         return None

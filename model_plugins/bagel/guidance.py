@@ -68,12 +68,15 @@ def guide(parameters: ImageParameters, cond: Tensor, text: Tensor, img: Tensor |
 
 
 def _limited(guided: Tensor, cond: Tensor, least: float, *, each_token: bool) -> Tensor:
-    """Scale `guided` down to the vector length of `cond` if `guided` is longer; the factor is at least `least`.
+    """Scale `guided` down to the norm of `cond` if the norm of `guided` is larger; the factor is at least `least`.
 
     Args:
-        guided, cond: velocities `[tokens, token_channels]`.
+        guided, cond: velocities `[tokens, token_channels]` float32.
         least: smallest factor.
-        each_token: lengths are computed for each token; False: over the whole image.
+        each_token: one norm and one factor for each token; False: one for the whole image.
+
+    Returns:
+        The scaled `guided`, in the same shape.
     """
     lengths = [
         torch.linalg.vector_norm(x, dim=-1, keepdim=True) if each_token else torch.linalg.vector_norm(x)

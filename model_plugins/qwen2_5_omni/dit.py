@@ -33,6 +33,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_omni_ext.engine.graphs import Recorder
 from vllm_omni_ext.model_plugins.qwen2_5_omni.dit_graphs import DiTGraphs
+from vllm_omni_ext.model_plugins.qwen2_5_omni.facts import FRAMES_IN_FLIGHT
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import STAGES, Solver
 
 MOST_TIMES = 2
@@ -122,6 +123,15 @@ class DiTState:
         self.frames = 0
         self.layers: dict[tuple[int, int], _AtLayer] = {}
 
+    def move(self, device: torch.device) -> None:
+        """Move the tensors of all layers, and of the blocks that wait there, to a device."""
+        for layer in self.layers.values():
+            layer.hidden = None if layer.hidden is None else layer.hidden.to(device)
+            layer.before = None if layer.before is None else layer.before.to(device)
+            for block in layer.waiting:
+                block.condition, block.value = block.condition.to(device), block.value.to(device)
+                block.point, block.slopes = block.point.to(device), [slope.to(device) for slope in block.slopes]
+
     def at(self, evaluation: int, layer: int) -> _AtLayer:
         return self.layers.setdefault((evaluation, layer), _AtLayer())
 
@@ -194,18 +204,47 @@ class StreamingDiT:
             states: state of each utterance, updated in place.
             lasts: for each utterance whether no codes follow.
         """
-        found: list[Tensor] = [torch.zeros(0, self.mel, device=self.device)] * len(states)
-        groups: dict[Solver, list[int]] = {}
-        for i, state in enumerate(states):
-            groups.setdefault(state.solver, []).append(i)
-        for solver, members in groups.items():
-            some = [states[i] for i in members]
-            ends = [lasts[i] for i in members]
-            blocks = [self._blocks(codes[i], states[i], last) for i, last in zip(members, ends, strict=True)]
-            for i, done in zip(members, self._solve(solver, some, blocks, ends), strict=True):
-                if done:
-                    found[i] = torch.cat([block.value[: block.length] for block in done])
-        return found
+        found: list[list[Tensor]] = [[torch.zeros(0, self.mel, device=self.device)] for _ in states]
+        for some in self._passes(codes, states, lasts):
+            groups: dict[Solver, list[int]] = {}
+            for i in some:
+                groups.setdefault(states[i].solver, []).append(i)
+            for solver, members in groups.items():
+                ends = [some[i][1] for i in members]
+                blocks = [self._blocks(some[i][0], states[i], some[i][1]) for i in members]
+                solved = self._solve(solver, [states[i] for i in members], blocks, ends)
+                for i, done in zip(members, solved, strict=True):
+                    found[i] += [block.value[: block.length] for block in done]
+        return [pieces[-1] if len(pieces) < 3 else torch.cat(pieces) for pieces in found]
+
+    def _passes(
+        self, codes: Sequence[Tensor], states: Sequence[DiTState], lasts: Sequence[bool]
+    ) -> Iterator[dict[int, tuple[Tensor, bool]]]:
+        """Divide the codes of a call into passes of at most `FRAMES_IN_FLIGHT` mel frames, for which memory is planned.
+
+        An utterance may exceed this size alone, if it ends after very many evaluations.
+
+        Yields:
+            by the index of the utterance: codes, and whether no codes follow. The utterances of the preceding pass must
+            have been computed.
+        """
+        size, room = self.block // self.repeats, max(1, FRAMES_IN_FLIGHT // self.block)
+        left = dict(enumerate(codes))
+        while left:
+            free, some = room, dict[int, tuple[Tensor, bool]]()
+            for i, more in list(left.items()):
+                waiting = self.delay * (states[i].solver.evaluations if lasts[i] else 1)
+                new = -(-(len(states[i].codes) + len(more)) // size)
+                blocks = new + min(waiting, states[i].frames // self.block)
+                if blocks > free and some:
+                    continue
+                if blocks > free and new > 1:  # the utterance alone, in several passes
+                    stop = max(1, min(new - 1, room - self.delay)) * size - len(states[i].codes)
+                    some[i], left[i] = (more[:stop], False), more[stop:]
+                    break
+                some[i] = left.pop(i), lasts[i]
+                free -= blocks
+            yield some
 
     def _blocks(self, codes: Tensor, state: DiTState, last: bool) -> list[Block]:
         """Add codes to an utterance; return its new blocks, whose values are noise.
@@ -457,7 +496,7 @@ class StreamingDiT:
     def _modulated(self, solver: Solver) -> list[tuple[Tensor, Tensor]]:
         """Return the modulations of each evaluation, which depend on its time alone.
 
-        Those of the last `MOST_TIMES` schedules of times are kept: a request may set any.
+        Those of the last `MOST_TIMES` schedules of times are kept: each request may set another schedule.
 
         Returns:
             for each evaluation a pair: shifts, scales plus 1 and gates of attention and MLP of all layers, [layers, 6,

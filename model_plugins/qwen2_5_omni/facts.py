@@ -41,7 +41,7 @@ WEIGHTS = {
 """Tensors of each stage by name; each tensor belongs to the first entry that matches."""
 
 FRAMES_IN_FLIGHT = 64 * 96
-"""Mel frames of the diffusion transformer's largest usual pass: parts of 48 codes of 64 utterances."""
+"""Most mel frames of the diffusion transformer's pass: parts of 48 codes of 64 utterances. Larger steps are divided."""
 
 STATES_ALIVE = 14
 """Tensors of the transformer's width that are alive at the same time for a frame: input, normed input, queries, keys

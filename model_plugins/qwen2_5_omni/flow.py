@@ -269,7 +269,7 @@ class SpeechFlow:
         try:
             piece = self._sound.receive(event)
         except CodecError as error:
-            return [Fail(f"token2wav could not decode the codes: {error}")]
+            return [Fail(f"token2wav could not decode the codes: {error}", status=503 if error.retry else 500)]
         if piece is None:
             return []
         samples = piece.samples.float().numpy().reshape(-1)

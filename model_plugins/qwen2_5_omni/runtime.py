@@ -8,8 +8,9 @@ import secrets
 import msgspec
 import numpy as np
 
-from vllm_omni_ext.errors import PromptTooLong, RequestError
+from vllm_omni_ext.errors import ConfigError, PromptTooLong, RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
+from vllm_omni_ext.model_plugins.qwen2_5_omni.facts import EVALUATIONS
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import (
     HEADER,
     TALKER,
@@ -41,7 +42,11 @@ OPENAI_VOICES = {
 
 
 class Qwen2_5OmniRuntime(SpeakingRuntime):
-    """`plugins.runtime.ModelRuntime` of Qwen2.5-Omni: checks requests in an API server, and creates their flows."""
+    """`plugins.runtime.ModelRuntime` of Qwen2.5-Omni: checks requests in an API server, and creates their flows.
+
+    Raises:
+        ConfigError: token2wav has no memory for the configured `num_steps`; or see `SpeakingRuntime`.
+    """
 
     text_stages = frozenset({THINKER})
     spoken_stages = SpeechFlow.stages
@@ -53,6 +58,9 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
     def __init__(self, context: RuntimeContext) -> None:
         config = context.hf_config
         self._token2wav = msgspec.convert(dict(context.defaults.get(TOKEN2WAV, {})), Token2WavParams)
+        self._utterances = context.max_num_seqs.get(TOKEN2WAV, 1)
+        if (problem := self._no_room(self._token2wav)) is not None:
+            raise ConfigError(f"stages.token2wav.params.num_steps: {problem}")
         self._speakers: dict[str, int] = {}
         if config.enable_audio_output:
             model = context.model_config
@@ -106,6 +114,8 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         voice = self.speaker(options.fields.get(VOICE) or None)
         assert voice is not None, "it has been checked"
         params = options.params.get(TOKEN2WAV) or self._token2wav
+        if (problem := self._no_room(params)) is not None:
+            raise RequestError(f"token2wav.num_steps: {problem}", parameter="token2wav.num_steps")
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         return SpeechPlan(
@@ -118,6 +128,13 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
             sample_rate=SAMPLE_RATE_HZ,
             positions=self._talker_positions(request) if request.features else None,
         )
+
+    def _no_room(self, params: Token2WavParams) -> str | None:
+        """Return an error text if token2wav has no memory for an utterance with these parameters, also alone."""
+        most = 1 + self._utterances * EVALUATIONS // STAGES
+        if params.num_steps <= most:
+            return None
+        return f"{params.num_steps} need more memory than token2wav has; use at most {most}, or more max_num_seqs there"
 
     def _delay(self, params: Token2WavParams) -> int:
         """Return about how many codes must follow a code before its sound is final (see `dit.py`)."""

@@ -106,6 +106,12 @@ class Token2Wav(nn.Module):
         dit = DiTState(self._voices[voice], solver, seed)
         return UtteranceState(dit, torch.zeros(0, self._dit.mel, device=self._dit.device))
 
+    def move(self, state: UtteranceState, *, to_host: bool) -> None:
+        """Move the tensors of an utterance to host memory, or back to the device."""
+        device = torch.device("cpu") if to_host else self._dit.device
+        state.mel = state.mel.to(device)
+        state.dit.move(device)
+
     def try_out(self) -> None:
         """Decode a dummy utterance of `TRIED_CODES` codes, which compiles the kernels."""
         state = self.new_state(next(iter(self._speakers)), 0, Solver())

@@ -15,7 +15,7 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Utterance
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
 from vllm_omni_ext.model_plugins.qwen2_5_omni.speakers import speakers_of
 from vllm_omni_ext.model_plugins.qwen2_5_omni.token2wav import Token2Wav, UtteranceState
-from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer, Job, PartStreams
+from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer, Job, NoRoom, PartStreams
 from vllm_omni_ext.model_plugins.qwen_omni.waveform_model import WaveformModel, WaveformPooler
 from vllm_omni_ext.wire.stage_input import PartHeader
 
@@ -31,9 +31,9 @@ class UtteranceStreams(PartStreams):
     """
 
     def __init__(self, token2wav: Token2Wav, *, idle_s: float, most: int) -> None:
-        super().__init__(idle_s=idle_s)
+        super().__init__(idle_s=idle_s, most=most)
         self._token2wav = token2wav
-        self._most = most * EVALUATIONS
+        self._evaluations = most * EVALUATIONS
 
     def _open(self, header: PartHeader) -> UtteranceState:
         try:
@@ -45,12 +45,16 @@ class UtteranceStreams(PartStreams):
         if params.seed is None:
             raise ValueError("payload: the first part of an utterance has a seed")
         held = sum(stream.state.dit.solver.evaluations for stream in self._streams.values())
-        if solver.evaluations > EVALUATIONS and held + solver.evaluations > self._most:
+        if solver.evaluations > EVALUATIONS and held + solver.evaluations > self._evaluations:
             default = Solver().num_steps
-            raise ValueError(
-                f"num_steps: {params.num_steps} need memory that other answers have; use {default}, or wait"
-            )
+            raise NoRoom(f"num_steps: {params.num_steps} need memory that other answers have; use {default}, or wait")
         return self._token2wav.new_state(opened.speaker, params.seed, solver)
+
+    def _size(self, state: UtteranceState) -> float:
+        return state.dit.solver.evaluations / EVALUATIONS
+
+    def _move(self, state: UtteranceState, *, to_host: bool) -> None:
+        self._token2wav.move(state, to_host=to_host)
 
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
         """Decode the codes of all jobs. Of several parts of a stream, the answer of the last has all samples."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.connectors.codec_stream import CodecStream, Piece
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Utterance
-from vllm_omni_ext.model_plugins.qwen3_omni.voice import POOLING_TASK
+from vllm_omni_ext.model_plugins.qwen_omni.pooling import POOLING_TASK
 from vllm_omni_ext.plugins.flow import Produced, Submit
 from vllm_omni_ext.wire.envelope import StageError
 

@@ -23,9 +23,9 @@ class Qwen3OmniCode2Wav(WaveformModel):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config)
         vocoder = Vocoder(vllm_config.model_config.hf_config)
-        streams = VocoderStreams(vocoder, idle_s=self.idle_s)
-        self.pooler = WaveformPooler(vocoder, streams, try_out=self._try_out)
         self._streams: int = vllm_config.scheduler_config.max_num_seqs
+        streams = VocoderStreams(vocoder, idle_s=self.idle_s, most=self._streams)
+        self.pooler = WaveformPooler(vocoder, streams, try_out=self._try_out)
 
     def _try_out(self) -> None:
         """Run every kernel once, on `WARM_UP_FRAMES` frames."""

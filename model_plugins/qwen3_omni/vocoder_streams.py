@@ -15,14 +15,19 @@ from vllm_omni_ext.wire.stage_input import PartHeader
 class VocoderStreams(PartStreams):
     """Decodes the parts of all streams of a step in one call of `Vocoder.decode`, and divides the samples by part."""
 
-    def __init__(self, vocoder: Vocoder, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(idle_s=idle_s, clock=clock)
+    def __init__(
+        self, vocoder: Vocoder, *, idle_s: float, most: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(idle_s=idle_s, most=most, clock=clock)
         self._vocoder = vocoder
         self.frames = 0
         """Number of frames decoded so far, in all streams."""
 
     def _open(self, header: PartHeader) -> VocoderState:
         return self._vocoder.new_state()
+
+    def _move(self, state: VocoderState, *, to_host: bool) -> None:
+        state.flat = state.flat.to("cpu" if to_host else self._vocoder.code_embedding.weight.device)
 
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
         before = [job.stream.state.frames for job in jobs]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from vllm_omni_ext.connectors.chunks import ChunkSchedule
 from vllm_omni_ext.connectors.codec_stream import CodecStream
+from vllm_omni_ext.model_plugins.qwen_omni.pooling import POOLING_TASK
 
 CODE2WAV = "code2wav"
-POOLING_TASK: Literal["token_embed"] = "token_embed"
-"""Pooling task of every code2wav request. Model Runner V2, vLLM's default on GPUs, accepts only its own tasks (not
-"plugin"). This task reads no prefix cache and leaves the pooler's output unchanged, on both runners."""
 
 
 def code2wav_stream(schedule: ChunkSchedule, sample_rate: int) -> CodecStream:

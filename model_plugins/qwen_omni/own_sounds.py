@@ -133,14 +133,21 @@ def of_videos(features: Features) -> list[MultiModalFeatureSpec]:
 def positions_by_time(
     compute: Compute, tokens: Sequence[int], features: Features, clock: Clock, videos: Features | None = None
 ) -> tuple[torch.Tensor, int]:
-    """Return the M-RoPE positions [3, n] of a prompt as in Transformers, and the delta of generated tokens.
+    """Return the M-RoPE positions of a prompt in which videos may have a sound track, as Transformers computes them.
+
+    vLLM's function is called without the features of these videos and of their sounds, so it gives their tokens the
+    positions of text. For each video in `videos` and its sound, the positions of text are then replaced by positions by
+    time: the first of a token's three positions follows from its time in the video.
 
     Args:
-        compute: vLLM's function. It is called without the features of videos with a sound track and of their sounds.
-        tokens: token ids of the prompt.
+        compute: vLLM's function.
+        tokens: the n token ids of the prompt.
         features: all features of the prompt.
-        videos: the videos with a sound track whose tokens have positions by time; None: all of them. Tokens of the
-            other videos with a sound track have positions of text.
+        clock: numbers of the checkpoint that determine positions by time.
+        videos: videos with a sound track whose tokens get positions by time; None: all of them.
+
+    Returns:
+        Positions [3, n], and the delta that is added to the positions of generated tokens.
     """
     others = [each for each in features if each.mm_position.is_embed is None]
     found, delta = compute(list(tokens), others)

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from vllm_omni_ext.wire.envelope import StageError
 from vllm_omni_ext.wire.stage_input import END, PartHeader
 
-Answer: TypeAlias = Tensor | str
-"""The result of one part: its samples, float32 [samples], or an error text."""
+Answer: TypeAlias = Tensor | str | StageError
+"""The result of one part: its samples, float32 [samples], or an error, as text or as a message."""
 
 
-@dataclass
+class NoRoom(ValueError):
+    """The stage has no room for a stream because of other streams; a later attempt may succeed."""
+
+
+@dataclass(eq=False)
 class Stream:
     """A stream whose last part has not been decoded.
 
@@ -29,11 +34,13 @@ class Stream:
         state: the decoder's state, as `PartStreams._open` has returned it.
         used: time of the latest part, in seconds of `PartStreams`' clock.
         parts: number of parts received so far.
+        parked: the state is in host memory.
     """
 
     state: Any
     used: float
     parts: int = 0
+    parked: bool = False
 
 
 @dataclass
@@ -58,13 +65,18 @@ class PartStreams(ABC):
     A stream's state is freed after its last part, after a header whose `part` is `END`, after a part out of order, and
     when no part has arrived for `idle_s` seconds (checked in every call).
 
+    More streams may be open than requests run, e.g. if the stage before has more replicas. The states of `most` streams
+    are on the device. Those of the other streams, which were used least recently, are in host memory (parked).
+
     Args:
         idle_s: seconds without a part after which a stream's state is freed.
+        most: number of streams for whose states memory on the device is planned.
         clock: returns seconds of a monotonic clock.
     """
 
-    def __init__(self, *, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, idle_s: float, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._idle_s = idle_s
+        self._most = most
         self._clock = clock
         self._streams: dict[str, Stream] = {}
 
@@ -80,7 +92,16 @@ class PartStreams(ABC):
 
         Raises:
             ValueError: the stream cannot be decoded; the client receives the message.
+            NoRoom: it cannot be decoded now.
         """
+
+    def _size(self, state: Any) -> float:
+        """Return the memory of a state, as a multiple of the memory that is planned for a stream."""
+        return 1.0
+
+    @abstractmethod
+    def _move(self, state: Any, *, to_host: bool) -> None:
+        """Move the tensors of a stream's state to host memory, or back to the device."""
 
     @abstractmethod
     def _run(self, jobs: Sequence[Job], answers: list[Answer]) -> None:
@@ -99,7 +120,7 @@ class PartStreams(ABC):
             chunks: for each part its codes, int64 `[frames, groups]`, or the error text of invalid codes.
 
         Returns:
-            for each part the samples that became final with it, `[samples]` float32, or an error text. The result for a
+            for each part the samples that became final with it, `[samples]` float32, or an error. The result for a
             header whose `part` is `END` is empty.
         """
         now = self._clock()
@@ -112,27 +133,66 @@ class PartStreams(ABC):
                 answers[i] = torch.empty(0)
             elif (problem := self._enlist(i, headers[i], chunks[i], jobs, now)) is not None:
                 answers[i] = problem
-        self._run(list(jobs.values()), answers)
+        for some in self._divided(jobs.values()):
+            self._unpark([job.stream for job in some])
+            self._run(some, answers)
         for name in [name for name, job in jobs.items() if job.last]:
             self._streams.pop(name, None)
         return answers
+
+    def _divided(self, jobs: Iterable[Job]) -> Iterator[list[Job]]:
+        """Divide jobs into lists whose states fit on the device together."""
+        some: list[Job] = []
+        size = 0.0
+        for job in jobs:
+            more = self._size(job.stream.state)
+            if some and size + more > self._most:
+                yield some
+                some, size = [], 0.0
+            some.append(job)
+            size += more
+        if some:
+            yield some
+
+    def _unpark(self, needed: Sequence[Stream]) -> None:
+        """Move the states of streams to the device, and those of other streams off it if there are too many."""
+        parked = [stream for stream in needed if stream.parked]
+        self._park(sum(self._size(stream.state) for stream in parked), needed)
+        for stream in parked:
+            self._move(stream.state, to_host=False)
+            stream.parked = False
+
+    def _park(self, more: float, needed: Sequence[Stream] = ()) -> None:
+        """Move states to host memory until there is room for `more` on the device; those of `needed` streams stay."""
+        here = [stream for stream in self._streams.values() if not stream.parked]
+        size = more + sum(self._size(stream.state) for stream in here)
+        for stream in sorted(here, key=lambda each: each.used):
+            if size <= self._most:
+                return
+            if stream not in needed:
+                self._move(stream.state, to_host=True)
+                stream.parked = True
+                size -= self._size(stream.state)
 
     def _drop_idle(self, now: float) -> None:
         for name in [name for name, stream in self._streams.items() if now - stream.used > self._idle_s]:
             del self._streams[name]
 
-    def _enlist(self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, Job], now: float) -> str | None:
+    def _enlist(
+        self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, Job], now: float
+    ) -> Answer | None:
         """Add part `i` of the call to the `Job` of its stream; part 0 opens the stream.
 
         Returns:
-            None; or an error text if the part is invalid or is not the next one of its stream, which is then freed.
+            None; or an error if the part is invalid or is not the next one of its stream, which is then freed.
         """
         if header.part == 0:
+            self._park(1)
             try:
                 self._streams[header.stream] = Stream(self._open(header), now)
             except ValueError as error:
                 self._streams.pop(header.stream, None)
-                return str(error)
+                return StageError(str(error), retry=isinstance(error, NoRoom))
         stream, job = self._streams.get(header.stream), jobs.get(header.stream)
         if stream is None or (job is not None and job.last):
             return f"part {header.part} came for a stream that is not open"

@@ -27,8 +27,8 @@ from vllm.tasks import PoolingTask
 from vllm.v1.pool.metadata import PoolingMetadata
 
 from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S, Timeouts
-from vllm_omni_ext.model_plugins.qwen3_omni.voice import POOLING_TASK
-from vllm_omni_ext.model_plugins.qwen_omni.part_streams import PartStreams
+from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer, PartStreams
+from vllm_omni_ext.model_plugins.qwen_omni.pooling import POOLING_TASK
 from vllm_omni_ext.wire.envelope import StageError, pack
 from vllm_omni_ext.wire.stage_input import PartHeader
 
@@ -70,7 +70,7 @@ class WaveformPooler(Pooler):
         if all(each.extra_kwargs is None for each in params):  # vLLM profiles memory, or warms up
             self._try_out()
             return [torch.empty(0) for _ in params]
-        answers: list[Tensor | str] = []
+        answers: list[Answer] = []
         headers, chunks, places = [], [], []
         for ids, each in zip(pooling_metadata.get_prompt_token_ids_cpu(), params, strict=True):
             try:
@@ -169,8 +169,9 @@ class WaveformModel(nn.Module, IsAttentionFree):
         return torch.zeros(tokens, 1, dtype=next(self.parameters()).dtype, device=device)
 
 
-def _packed(answer: Tensor | str) -> Tensor:
+def _packed(answer: Answer) -> Tensor:
     if isinstance(answer, Tensor):
         return answer
-    logger.error("a request for sound is answered with an error: %s", answer)
-    return pack(StageError(answer))
+    error = StageError(answer) if isinstance(answer, str) else answer
+    logger.error("a request for sound is answered with an error: %s", error.reason)
+    return pack(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -89,6 +90,26 @@ def test_files_that_are_uploaded_together_stay_within_the_limit(store: Store) ->
     store.add_file("in.jsonl", 600_000, Slow(bytes(600_000)))
     assert refused and [file.bytes for file in store.files()] == [600_000]
     assert len(list(store.folder.rglob("*.*"))) == 2, "no other file is left"
+
+
+def test_a_new_store_removes_the_files_of_killed_processes_and_no_others(store: Store) -> None:
+    """A store is opened during an upload. A copy of the upload's file, without lock, is that of a killed process."""
+
+    class Slow(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            (own,) = store.folder.rglob("*.new")
+            for name in ("files/file-1.jsonl.0.new", "files/file-1.json.0.new", "batches/batch-1.json.0.new"):
+                shutil.copy(own, store.folder / name)
+            with pytest.raises(Full):
+                upload(store, bytes(MIB // 3))
+            Store(store.folder, most=MIB)
+            assert list(store.folder.rglob("*.new")) == [own]
+            return super().read(size)
+
+    store.add_file("in.jsonl", MIB // 3, Slow(bytes(MIB // 3)))
+    upload(store, bytes(MIB // 3))
+    assert [file.bytes for file in store.files()] == [MIB // 3] * 2
+    assert not list(store.folder.rglob("*.new"))
 
 
 def test_the_oldest_batches_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def ids(files: list[str]) -> list[Any]:
     return [json.loads(line)["custom_id"] for line in Path(files[-1]).read_text().splitlines()]
 
 
-def test_answers_are_written_and_what_is_there_is_not_sent_again(
+def test_answers_are_written_and_answered_lines_are_not_sent_again(
     server: tuple[str, Any], files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, seen = server

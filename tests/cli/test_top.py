@@ -8,6 +8,7 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,29 @@ def test_top_with_once_prints_one_table(
     told = capsys.readouterr().out
     assert all(name in told for name in ("ar/0", "ar/1", "dit/0", "tokens/s", "restarts"))
     assert peer.asked == 2
+
+
+@pytest.mark.parametrize(("words", "waits", "status"), [(["--once"], 0, 130), ([], 0, 130), ([], 2, 0)])
+def test_top_that_is_interrupted_before_a_table_is_no_success(
+    peer: Peer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    waits: int,
+    status: int,
+) -> None:
+    """`waits`: number of pauses before Ctrl-C."""
+    left = iter(range(waits))
+
+    def wait(*_: Any) -> bool:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr("vllm_omni_ext.cli.top.threading", SimpleNamespace(Event=lambda: SimpleNamespace(wait=wait)))
+    assert commands.main(["top", "--url", peer.url, *words]) == status
+    printed = capsys.readouterr()
+    assert ("ar/0" in printed.out, "interrupted" in printed.err) == (status == 0, status != 0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import zmq
 
 from tests.support.noise import garbage, mutated
 from vllm_omni_ext.connectors import messages as wire
-from vllm_omni_ext.connectors.base import ConnectorConfig, ProducerLost
+from vllm_omni_ext.connectors.base import ConnectorConfig, ConnectorError, ProducerLost
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, eventually
 from vllm_omni_ext.connectors.tcp import Tcp, TcpConsumer, TcpProducer
 from vllm_omni_ext.connectors.zmq_transport import parse
@@ -73,6 +73,19 @@ def test_malformed_messages_are_counted_and_dropped(producer: TcpProducer, consu
     eventually(lambda: producer.stats().dropped > MESSAGES / 2, "noise was not counted")
     producer.put("a", 0, torch.ones(9))
     assert torch.equal(consumer.get(producer.address, "a", 0, PATIENCE_S), torch.ones(9))
+
+
+def test_a_producer_whose_thread_has_failed_takes_no_chunks(
+    producer: TcpProducer, consumer: TcpConsumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No consumer could read them."""
+    producer.put("a", 0, torch.ones(9))
+    monkeypatch.setattr(producer, "_reply", lambda peer, message: 1 / 0)
+    with pytest.raises(ProducerLost):
+        consumer.get(producer.address, "a", 0, PATIENCE_S)
+    with pytest.raises(ConnectorError, match="the producer has failed: ZeroDivisionError: division by zero"):
+        producer.put("a", 1, torch.ones(9))
+    assert "omni-producer-" in caplog.text and producer.stats().requests == 0
 
 
 def test_a_peer_without_the_token_reads_and_forgets_nothing(producer: TcpProducer, raw: Any) -> None:

@@ -22,7 +22,7 @@ PATIENCE_S = 20.0
 
 @dataclass
 class Replies:
-    """Replies of the sources: chunks of one hidden state each, [its number], or an error, when they are `open`."""
+    """Replies of the sources: chunks of `rows` hidden states each, [number of the chunk], or an error, when `open`."""
 
     open: dict[str, threading.Event] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
@@ -30,6 +30,7 @@ class Replies:
     asked: Queue[tuple[str, str, int]] = field(default_factory=Queue)
     freed: Queue[tuple[str, str]] = field(default_factory=Queue)
     closed: Queue[str] = field(default_factory=Queue)
+    rows: int = 1
 
 
 class Scripted(Consumer):
@@ -45,7 +46,7 @@ class Scripted(Consumer):
             assert self._replies.open[source].wait(PATIENCE_S)
         if source in self._replies.errors:
             raise self._replies.errors[source]
-        return torch.tensor([[float(index)]])
+        return torch.full((self._replies.rows, 1), float(index))
 
     def forget(self, source: str, request: str) -> None:
         self._source = source
@@ -120,6 +121,18 @@ def test_hidden_states_are_read_once_while_more_are_announced(world: World) -> N
         (1, [0.0]),
         (3, [1.0, 2.0]),
     ]
+
+
+def test_a_count_may_end_within_a_chunk(world: World) -> None:
+    """The rest of the chunk arrives with its beginning, so a later read of the rest has no arrival."""
+    world.replies.rows = 3
+    world.announce("r", 2)
+    assert world.numbers() == ("r", 3, [0.0, 0.0, 0.0])
+    world.announce("r", 3)
+    world.announce("r", 4)
+    assert world.numbers() == ("r", 6, [1.0, 1.0, 1.0])
+    world.announce("next", 1)
+    assert world.numbers()[0] == "next"
 
 
 def test_a_late_reply_of_the_old_source_is_dropped(world: World) -> None:

@@ -32,7 +32,7 @@ def test_a_full_step_is_no_longer_than_the_limit(sizes: list[int], token_s: floa
     assert full == 1 or step_s + full * token_s <= 1.0 + 1e-3
 
 
-def test_a_machine_that_becomes_slower_is_noticed() -> None:
+def test_a_machine_that_becomes_slower_is_detected() -> None:
     budget = learned([16, 400] * 20, 1e-5, 0.001)
     assert budget.tokens(MOST) == pytest.approx(2400, rel=0.05)
     for tokens in (16, 400) * 40:

@@ -6,9 +6,12 @@ import base64
 import contextlib
 import io
 import json
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
@@ -21,6 +24,7 @@ from tests.evaluation.answering import JsonHandler, answering
 from vllm_omni_ext.cli.eval import _named, main, scored
 from vllm_omni_ext.cli.main import main as command
 from vllm_omni_ext.errors import ConfigError
+from vllm_omni_ext.evaluation import servers
 from vllm_omni_ext.evaluation.servers import Answer, ServerFailed
 from vllm_omni_ext.evaluation.suite import Item, Suite
 
@@ -209,6 +213,16 @@ def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
     """The real command refuses the flag before it loads a model."""
     with pytest.raises(ServerFailed, match=r"(?s)topology 'odd': the server ended with exit status \d.*no-such-flag"):
         main([*suite(tmp_path), "--serve", str(tmp_path), "--topology", "odd=--no-such-flag"])
+
+
+def test_the_error_of_a_server_that_is_never_ready_has_the_last_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> int:
+        raise subprocess.TimeoutExpired("vllm", seconds)
+
+    monkeypatch.setattr(servers, "START_S", 0.05)
+    process: Any = SimpleNamespace(wait=wait)
+    problem = servers._problem(process, "http://127.0.0.1:9/health/ready")
+    assert problem is not None and re.fullmatch(r"not ready after 0.05 s: .*Connection refused.*", problem)
 
 
 def test_models_counts_and_baselines_of_the_command_line_are_checked(

@@ -24,7 +24,7 @@ from tests.support.vocoder_reference import (
 )
 from vllm_omni_ext.model_plugins.qwen3_omni import code2wav
 from vllm_omni_ext.model_plugins.qwen3_omni.code2wav import Qwen3OmniCode2Wav
-from vllm_omni_ext.model_plugins.qwen3_omni.voice import POOLING_TASK
+from vllm_omni_ext.model_plugins.qwen_omni.pooling import POOLING_TASK
 from vllm_omni_ext.wire.stage_input import FILLER, PartHeader
 
 REFERENCE = reference(small_config(), seed=1)

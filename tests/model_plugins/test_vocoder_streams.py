@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,9 @@ from tests.support.vocoder_reference import (
     small_config,
     vocoder_like,
 )
+from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import VocoderState
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
+from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer, Job
 from vllm_omni_ext.wire.stage_input import PartHeader
 
 REFERENCE = reference(small_config(), seed=2)
@@ -35,7 +38,7 @@ def clock() -> SimpleNamespace:
 
 @pytest.fixture
 def streams(clock: SimpleNamespace) -> VocoderStreams:
-    return VocoderStreams(VOCODER, idle_s=IDLE_S, clock=lambda: clock.now)
+    return VocoderStreams(VOCODER, idle_s=IDLE_S, most=8, clock=lambda: clock.now)
 
 
 def codes(frames: int, seed: int = 0) -> Tensor:
@@ -49,7 +52,7 @@ def codes(frames: int, seed: int = 0) -> Tensor:
 )
 def test_any_parts_in_any_batch_equal_the_whole_utterance(cuts: list[list[int]], random) -> None:
     """Each stream's parts come in order, any number of any streams in a step, shuffled within it."""
-    streams = VocoderStreams(VOCODER, idle_s=IDLE_S)
+    streams = VocoderStreams(VOCODER, idle_s=IDLE_S, most=8)
     whole = [codes(sum(cut), seed=i) for i, cut in enumerate(cuts)]
     waiting = {i: list(zip(range(len(cut)), whole[i].split(cut), strict=True)) for i, cut in enumerate(cuts)}
     heard: dict[int, dict[int, Tensor]] = {i: {} for i in waiting}
@@ -127,3 +130,50 @@ def test_an_idle_stream_is_freed(streams: VocoderStreams, clock: SimpleNamespace
     assert len(streams) == 0
     (b,) = streams.decode([header("b", 1, True)], [frames[1:]])
     assert b == "part 1 came for a stream that is not open"
+
+
+def test_states_of_more_streams_than_planned_are_in_host_memory(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sound is the same. The device has the states of the last streams, also during a step with many."""
+    streams, here, most, moves = (
+        VocoderStreams(VOCODER, idle_s=IDLE_S, most=2, clock=lambda: clock.now),
+        set[int](),
+        [],
+        0,
+    )
+    opened, move, run = VOCODER.new_state, streams._move, streams._run
+
+    def new_state() -> VocoderState:
+        here.add(id(state := opened()))
+        most.append(len(here))
+        return state
+
+    def moved(state: VocoderState, *, to_host: bool) -> None:
+        nonlocal moves
+        moves += 1
+        assert (id(state) in here) == to_host
+        (here.remove if to_host else here.add)(id(state))
+        most.append(len(here))
+        move(state, to_host=to_host)
+
+    def ran(jobs: Sequence[Job], answers: list[Answer]) -> None:
+        assert {id(job.stream.state) for job in jobs} <= here
+        run(jobs, answers)
+
+    monkeypatch.setattr(VOCODER, "new_state", new_state)
+    monkeypatch.setattr(streams, "_move", moved)
+    monkeypatch.setattr(streams, "_run", ran)
+    frames, names = codes(6), "abcde"
+    made: dict[str, list[Tensor]] = {name: [] for name in names}
+    for part in range(3):
+        for some in ("a", "bc", "de") if part < 2 else (names,):
+            clock.now += 1.0
+            headers = [header(name, part, part == 2) for name in some]
+            answers = streams.decode(headers, [frames[2 * part : 2 * part + 2]] * len(some))
+            for name, answer in zip(some, answers, strict=True):
+                assert isinstance(answer, Tensor)
+                made[name].append(answer)
+    assert max(most) == 2 and moves > 5 and len(streams) == 0
+    for name in names:
+        check_equal(torch.cat(made[name]), expected(REFERENCE, frames))

@@ -46,12 +46,14 @@ class Bench:
     def value(self, metric: Metric, suffix: str = "", **labels: str) -> float | None:
         return self.registry.get_sample_value(metric.full_name + suffix, {"model_name": "tiny", **labels})
 
-    def open(self, request_id: str = "r", modalities: tuple[str, ...] = ("text", "audio")) -> RequestTrace:
+    def open(
+        self, request_id: str = "r", modalities: tuple[str, ...] = ("text", "audio"), *, streamed: bool = False
+    ) -> RequestTrace:
         opened = Opened(
             request_id=request_id,
             external_id=f"client {request_id}",
             flow=ForwardFlow("thinker"),
-            options=RequestOptions(modalities=modalities),
+            options=RequestOptions(modalities=modalities, streamed=streamed),
             arrival=time.time(),
             watch=self.watched.append,
         )
@@ -88,7 +90,7 @@ def spoken(bench: Bench) -> None:
     bench.open()
     bench.sent(None, THINKER)
     bench.now += 0.5
-    bench.produce(THINKER, 5, queued_s=0.25)
+    bench.produce(THINKER, 5, waited_s=0.25)
     bench.sent("thinker", TALKER, {"text": [1, 2, 3], "last": False})
     bench.now += 0.25
     bench.produce(THINKER, 6, 7)
@@ -212,14 +214,19 @@ def test_sizes_of_payloads(payload: Any, size: int) -> None:
     assert payload_bytes(payload) == size
 
 
-def test_underruns_are_counted(bench: Bench) -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_underruns_of_streamed_answers_are_counted(bench: Bench, streamed: bool) -> None:
     """Pieces of half a second: in time, 0.25 s late, in time for the delayed player, 1 s late."""
-    bench.open()
+    bench.open(streamed=streamed)
     for pause in (1.0, 0.5, 0.75, 0.5, 1.5):
         bench.now += pause
         bench.emit("code2wav", sound(RATE // 2, 1))
-    assert bench.value(audio.AUDIO_UNDERRUN) == pytest.approx(1.25)
-    assert as_metrics(bench.traces["r"])["audio"]["underrun_s"] == pytest.approx(1.25)
+    assert bench.value(audio.AUDIO_CHUNK_GAP, "_count") == 4
+    facts = as_metrics(bench.traces["r"])["audio"]
+    if streamed:
+        assert bench.value(audio.AUDIO_UNDERRUN) == facts["underrun_s"] == pytest.approx(1.25)
+    else:
+        assert not bench.value(audio.AUDIO_UNDERRUN) and "underrun_s" not in facts
 
 
 # -- replicas that come and go -----------------------------------------------------------------------

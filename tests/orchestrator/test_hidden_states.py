@@ -128,7 +128,7 @@ def test_recomputing_a_prompt_with_its_answer() -> None:
     assert again.prompt_token_ids == [*prompt, 7, 8] and again.sampling_params.max_tokens == 1  # type: ignore[union-attr]
 
 
-def test_a_request_that_a_flow_opens_exports_what_it_says() -> None:
+def test_a_request_that_a_flow_opens_exports_the_ranges_of_open() -> None:
     def extra(**more: Any) -> tuple[Any, bool | None]:
         send = SendOpen(
             ReplicaId("text", 0), "r", "r/text", action=Open(stage="text", prompt=[1, 2], **more), params=None, budget=1

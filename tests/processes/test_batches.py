@@ -51,7 +51,7 @@ def leader(server: Server, folder: Path) -> psutil.Process:
     raise AssertionError("no process reads the pipe")
 
 
-def test_a_batch_continues_after_a_kill_and_after_a_restart_beside_live_requests(tiny: Path, tmp_path: Path) -> None:
+def test_a_batch_continues_after_a_kill_and_after_a_restart_with_live_requests(tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "batches"
     flags = [*LENGTH, "--omni-batch-dir", str(folder), "--api-server-count", "2", "--max-num-seqs", "4"]
 

@@ -220,7 +220,7 @@ def test_start_readiness_and_end_of_a_replica_are_sent_to_every_api_server(stack
     assert NEW not in running.deployment.listening
 
 
-def test_api_server_that_exits_during_startup_is_noticed(stack: contextlib.ExitStack) -> None:
+def test_api_server_that_exits_during_startup_is_detected(stack: contextlib.ExitStack) -> None:
     assert Running(stack, behaviour={1: "dies"}).ready is False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, UnknownMember
+from vllm_omni_ext.errors import CallFailed, RequestError, RequestFailed, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.calls import Calls, TargetedLLM
@@ -328,3 +328,32 @@ async def test_a_split_stage_has_one_name_and_needs_its_decode_side_only() -> No
         bench.lose(name)
     with pytest.raises(StageUnavailable, match="stage 'talker' has no live replica"):
         await bench.calls.everywhere("add_lora_async", None)
+
+
+@pytest.mark.parametrize(
+    ("utility", "args", "parameter"),
+    [
+        ("sleep", (2, "abort"), "level"),
+        ("collective_rpc", ("reload_weights", None, (), {}), "method"),
+        ("collective_rpc", ("start_weight_update", None, (), {}), "method"),
+    ],
+)
+async def test_a_stage_whose_weights_cannot_be_replaced_keeps_them(
+    utility: str, args: tuple[Any, ...], parameter: str
+) -> None:
+    """Tensors that its model has computed from the weights at the start, and graphs over them, would be wrong."""
+    bench = Bench()
+    bench.calls = Calls(bench.replicas, bench.pools, "thinker", own_models=["talker", "code2wav"])
+    bench.calls.share = bench.apply
+    with pytest.raises(RequestError, match=r"stages? 'talker'") as it:
+        await bench.calls.to(["thinker", "talker/0"], f"{utility}_async", *args)
+    assert it.value.parameter == parameter
+    if utility == "sleep":
+        with pytest.raises(RequestError, match=r"stages 'talker', 'code2wav'.*level 1.*targets"):
+            await bench.calls.everywhere("sleep_async", *args)
+    assert bench.log == [] and not any(bench.pools[name.stage].is_asleep(name) for name in NAMES)
+    bench.answer(utility, None)
+    await bench.calls.to(["thinker"], f"{utility}_async", *args)
+    await bench.calls.to(["talker"], "sleep_async", 1, "abort")
+    await bench.calls.to(["talker"], "collective_rpc_async", "check_health", None, (), {})
+    assert len(bench.called()) == 6

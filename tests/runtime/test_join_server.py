@@ -317,6 +317,20 @@ def test_replica_not_ready_in_time_loses_its_name(bench: Bench) -> None:
     assert isinstance(bench.ask(Present(ticket="u", pid=7)), Refusal)
 
 
+def test_a_replica_that_still_starts_on_its_host_is_kept(bench: Bench) -> None:
+    """Its host has the limit of its start, which begins later than that of the head."""
+    bench.ask(JOIN)
+    for _ in range(2):
+        bench.tell(Present(ticket="t"))
+        (pause, expire) = bench.replica_supervisor.later.pop()
+        assert pause == 60.0
+        bench.replica_supervisor.done(expire)
+    assert [told[0] for told in bench.servers.told] == ["listen"]
+    bench.tell(Present(ticket="t", pid=7))
+    bench.replica_supervisor.done(bench.replica_supervisor.later.pop()[1])
+    assert [told[0] for told in bench.servers.told] == ["listen", "ready"] and bench.replica_supervisor.later == []
+
+
 def test_join_is_refused_with_the_reason_if_the_head_cannot_listen(bench: Bench) -> None:
     bench.servers.error = OSError(99, "Cannot assign requested address")
     assert "Cannot assign requested address" in bench.ask(JOIN).reason

@@ -546,6 +546,29 @@ async def test_requests_follow_states_and_loads_of_views(bench: Bench) -> None:
         assert bench.where(name) == B
 
 
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_a_suspect_that_waits_gets_a_replica_that_takes_requests_again(bench: Bench, asleep: bool) -> None:
+    """It does not wait for the end of the trial on the other replica, which may take longer than it may wait."""
+    await bench.view(entry(A), entry(B))
+    bench.replica_connections.slept([B], asleep=True)
+    await bench.open("a", "b", "c")
+    bench.replica_connections.ended(A, "killed by signal 9", again=True)
+    await bench.settle()
+    bench.replica_connections.slept([B], asleep=asleep)
+    await bench.view(entry(B, State.UP if asleep else State.SUSPECT))
+    await bench.up(A)
+    assert (bench.where("a"), bench.where("b"), bench.where("c")) == (B, A, None)
+    await bench.orchestrator.abort(["a"])
+    assert bench.where("c") is None
+    bench.of(B).sent.clear()
+    if asleep:
+        bench.replica_connections.slept([B], asleep=False)
+        await bench.settle()
+    else:
+        await bench.view(entry(B))
+    assert bench.where("c") == B and bench.of(B).sent == ["c"]
+
+
 async def test_a_replica_is_shown_as_sleeping_from_the_call_until_it_is_woken(bench: Bench) -> None:
     connections, asleep, awake = bench.replica_connections, Load(asleep=True), Load()
 

@@ -44,7 +44,7 @@ async def test_an_answer_is_text_and_wav_by_default(client: openai.AsyncOpenAI, 
     assert choice.finish_reason == "stop"
     assert reply.usage.completion_tokens_details.audio_tokens == 5
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 2 + 5, 10)
-    assert engine.calls[0].options.modalities == ("text", "audio")
+    assert engine.calls[0].options.modalities == ("text", "audio") and not engine.calls[0].options.streamed
     assert engine.calls[0].closed
 
 

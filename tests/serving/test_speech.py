@@ -70,7 +70,7 @@ async def test_formats_of_files_and_streams(app: Any, engine: ScriptedOmni, fiel
     for name, media, kind in (("flac", "flac", "FLAC"), ("mp3", "mpeg", "MP3"), ("opus", "ogg", "OGG")):
         response = await post(app, response_format=name, **fields)
         assert response.headers["content-type"] == f"audio/{media}"
-        assert ("content-length" in response.headers) == whole
+        assert ("content-length" in response.headers) == whole == (not engine.calls[-1].options.streamed)
         info = soundfile.info(io.BytesIO(response.content))
         assert (info.format, info.samplerate) == (kind, RATE)
         assert info.frames == 600 if whole else info.frames >= 600
@@ -89,7 +89,7 @@ async def test_events_carry_the_sound_and_the_usage(app: Any, engine: ScriptedOm
         ("speech.audio.delta", "speech.audio.delta", "pcm")
     }
     assert b"".join(base64.b64decode(data["audio"]) for _, data in deltas) == PCM
-    assert len(deltas) == 2
+    assert len(deltas) == 2 and engine.calls[0].options.streamed
     assert (kind, done["type"]) == ("speech.audio.done", "speech.audio.done")
     assert done["usage"] == {
         "input_tokens": 3,

@@ -49,6 +49,7 @@ async def test_text_and_sound_are_streamed_and_the_finish_reason_is_last(
 ) -> None:
     engine.script = TWO_PIECES
     received = await chunks(client, stream_options={"include_usage": True})
+    assert engine.calls[0].options is not None and engine.calls[0].options.streamed
     deltas = [chunk.choices[0].delta for chunk in received[:-1]]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == "blue cat"

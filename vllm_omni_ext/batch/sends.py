@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Container
 from pathlib import Path
+
+from vllm_omni_ext.batch.files import replaced
 
 MOST_ENDED = 3
 """Number of API servers that may end while they answer the same line. Then the line's result is an error."""
@@ -30,9 +31,8 @@ class Sends:
         counts = {name: count for name, count in _read(path).items() if count > 0 and name not in done}
         self._ended = counts
         if path.exists():
-            temporary = path.with_name(f"{path.name}.new")
-            temporary.write_bytes(b"".join(_entry(BEGUN, name) * count for name, count in counts.items()))
-            os.replace(temporary, path)
+            with replaced(path) as file:
+                file.write(b"".join(_entry(BEGUN, name) * count for name, count in counts.items()))
 
     def ended(self, custom_id: str) -> int:
         """Return the number of API servers that ended while they answered a line, before this object was created."""

@@ -8,7 +8,7 @@
     lock                locked by the API server that runs the batches
     wake                a named pipe, read by that API server; the others write to it after a change of the batches
 
-Lines are appended to the files of an output and to ID.sends. All other files are replaced as a whole.
+Lines are appended to the files of an output and to ID.sends. All other files are replaced as a whole (`files.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import IO, Any, Literal, TypeAlias
 
 import msgspec
 
+from vllm_omni_ext.batch.files import remove_abandoned, replaced
 from vllm_omni_ext.batch.lines import Done, Line, Result, read_done, read_lines
 from vllm_omni_ext.batch.sends import Sends
 
@@ -149,6 +150,7 @@ class Store:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for path in (folder, self._files, self._batches):
             path.mkdir(mode=0o700, exist_ok=True)
+            remove_abandoned(path)
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -165,16 +167,10 @@ class Store:
         if sum(1 for _ in self._files.glob("*.json")) >= MOST_FILES:
             raise Full(f"this server keeps {MOST_FILES} files; delete some", many=True)
         file_id = _new_id("file")
-        temporary = self._files / f"{file_id}.new"
-        try:
-            with temporary.open("wb") as file:
-                file.truncate(size)  # counted by simultaneous calls in all API servers
-                self.check_room(size)
-                shutil.copyfileobj(source, file, MIB)
-            temporary.replace(self.contents(file_id))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with replaced(self.contents(file_id)) as file:
+            file.truncate(size)  # counted by simultaneous calls in all API servers
+            self.check_room(size)
+            shutil.copyfileobj(source, file, MIB)
         return self._list(file_id, name, INPUT)
 
     def _list(self, file_id: str, name: str, purpose: str) -> FileRecord:
@@ -375,13 +371,8 @@ def _new_id(kind: str) -> str:
 
 
 def _write(path: Path, record: Any) -> None:
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    try:
-        temporary.write_bytes(msgspec.json.encode(record))
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replaced(path) as file:
+        file.write(msgspec.json.encode(record))
 
 
 def _read(folder: Path, name: str, kind: type[Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import os
 import platform
 import shlex
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_omni_ext import __version__
-from vllm_omni_ext.cli.options import check_output, check_url, positive
+from vllm_omni_ext.cli.options import check_output, check_url, key_of_environment, positive
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.evaluation.recognisers import Recogniser, recogniser
 from vllm_omni_ext.evaluation.report import Run, Scored, as_json, from_json, judge, junit, table
@@ -86,7 +85,15 @@ def _topologies(args: argparse.Namespace) -> dict[str, AbstractContextManager[st
 
 
 def _flags(name: str, flags: str) -> list[str]:
-    """Return the words of the flags of a `--topology`."""
+    """Split the flags of an option `--topology NAME=FLAGS` into arguments, as a shell does.
+
+    Args:
+        name: the option's NAME, for the error.
+        flags: the option's FLAGS.
+
+    Raises:
+        ConfigError: a quotation mark is not closed.
+    """
     try:
         return shlex.split(flags)
     except ValueError as err:
@@ -115,7 +122,7 @@ def _run(name: str, url: str, suite: Suite, listen: Recogniser | None, args: arg
     from rich.markup import escape
     from rich.progress import Progress
 
-    key = (args.serve and os.environ.get("VLLM_API_KEY")) or os.environ.get("OPENAI_API_KEY", "none")
+    key = key_of_environment(started=bool(args.serve)) or "none"
     with Progress(transient=True) as progress:
         task = progress.add_task(escape(name), total=len(suite.items))
         done = partial(progress.advance, task)

@@ -9,6 +9,18 @@ from urllib.parse import urlsplit
 
 from vllm_omni_ext.errors import ConfigError
 
+KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable with the API key of a server that this machine starts."""
+
+
+def key_of_environment(*, started: bool) -> str | None:
+    """Return the API key for requests to a server; None if the environment has none.
+
+    Args:
+        started: this command starts the server, with the key in `KEY_VARIABLE`.
+    """
+    return (started and os.environ.get(KEY_VARIABLE)) or os.environ.get("OPENAI_API_KEY")
+
 
 def count(text: str) -> int:
     """Parse an integer that is 0 or more."""

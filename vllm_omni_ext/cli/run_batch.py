@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ import httpx
 
 from vllm_omni_ext.batch.lines import PRIORITY_HEADER, Done, Line, Result, read_done, read_lines
 from vllm_omni_ext.batch.running import CONNECT_S, NotFetched, Sender, run
-from vllm_omni_ext.cli.options import check_output, check_url, positive
+from vllm_omni_ext.cli.options import check_output, check_url, key_of_environment, positive
 from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.evaluation.servers import served
 
@@ -30,8 +29,7 @@ SHORT = {"-oma": "--omni-master-address", "-omp": "--omni-master-port", "-ora": 
 def main(argv: Sequence[str]) -> int:
     """Send the requests of a file that have no answer in the output; the exit status is 1 if a request has an error."""
     args, flags = _arguments(argv)
-    # A server that this command starts has the key of its environment, VLLM_API_KEY.
-    key = args.api_key or (args.model and os.environ.get("VLLM_API_KEY")) or os.environ.get("OPENAI_API_KEY")
+    key = args.api_key or key_of_environment(started=bool(args.model))
     with args.output_file.open("ab") as output:
         try:
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +59,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--model", metavar="MODEL", help="start `vllm serve MODEL --omni`, and stop it at the end; or as the first word"
     )
     add("-i", "--input-file", type=_path, required=True, metavar="FILE", help="requests, JSONL; see docs/batch.md")
-    add("-o", "--output-file", type=_path, required=True, metavar="FILE", help="answers; what it has is not sent again")
+    add("-o", "--output-file", type=_path, required=True, metavar="FILE", help="answers; answered lines are skipped")
     add("--url", help="a server that runs")
     add("--concurrency", type=positive, default=CONCURRENCY, metavar="N", help=f"at a time (default: {CONCURRENCY})")
     add("--attempts", type=positive, default=ATTEMPTS, metavar="N", help=f"of a line (default: {ATTEMPTS})")

@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from vllm_omni_ext.cli.options import KEY_VARIABLE
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.titles import name_process
 from vllm_omni_ext.topology.plan import Plan
-
-KEY_VARIABLE = "VLLM_API_KEY"
 
 WRONG_CONFIGURATION = 2
 """Exit status if the configuration is wrong, so that no process was started."""

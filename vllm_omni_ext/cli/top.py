@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -21,11 +22,10 @@ from rich.live import Live
 from rich.table import Table
 
 from vllm_omni_ext import metrics as m
-from vllm_omni_ext.cli.options import check_url, more_than_0
+from vllm_omni_ext.cli.options import KEY_VARIABLE, check_url, more_than_0
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.metrics import PREFIX
 
-KEY_VARIABLE = "VLLM_API_KEY"
 TOKENS = "vllm:generation_tokens_total"
 TOTAL = "_total"
 STATES = {"UP": "green", "SLEEPING": "cyan", "SUSPECT": "yellow", "DRAINING": "yellow", "DOWN": "red"}
@@ -164,18 +164,16 @@ def main(argv: Sequence[str]) -> int:
     client = Client(args.url, args.api_key or os.environ.get(KEY_VARIABLE, ""))
     console, pause = Console(), threading.Event()
     before = client.sample()
-    try:
-        pause.wait(args.interval)
-        now = client.sample()
-        if args.once:
-            console.print(table(before, now, client.url))
-            return 0
-        with Live(table(before, now, client.url), console=console, auto_refresh=False) as live:
-            while not pause.wait(args.interval):
-                before, now = now, client.sample()
-                live.update(table(before, now, client.url), refresh=True)
-    except KeyboardInterrupt:
-        pass
+    pause.wait(args.interval)
+    now = client.sample()
+    if args.once:
+        console.print(table(before, now, client.url))
+        return 0
+    shown = Live(table(before, now, client.url), console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), shown as live:
+        while not pause.wait(args.interval):
+            before, now = now, client.sample()
+            live.update(table(before, now, client.url), refresh=True)
     return 0
 
 

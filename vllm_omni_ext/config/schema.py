@@ -122,19 +122,19 @@ class PrefillDecode:
     """Settings of a stage with separate prefill and decode replicas."""
 
     __pydantic_config__ = _FORBID
-    connector: KvConnector = _key(KV_CONNECTORS[0], "What moves the KV cache: `mooncake` or `nixl`.")
+    connector: KvConnector = _key(KV_CONNECTORS[0], "Connector that transfers the KV cache: `mooncake` or `nixl`.")
     protocol: Text | None = _key(None, "The connector's transport: `tcp` or `rdma` for mooncake. Null: its default.")
     device: Text | None = _key(None, "The connector's network devices. Null: it chooses.")
     transfer_workers: Positive = _key(16, "Transfers that a prefill replica has under way at once.", "transfers")
     transfer_timeout_s: Seconds = _key(
-        5.0, "A KV cache that has not come by then is given up; see `on_failure`.", "seconds"
+        5.0, "A decode replica waits this long for the KV cache of a prompt; see `on_failure`.", "seconds"
     )
     kv_retention_s: Seconds = _key(
         120.0, "A prefill replica keeps a KV cache that no decode replica fetches for this time.", "seconds"
     )
     on_failure: Literal["recompute", "fail"] = _key(
         "recompute",
-        "What a decode replica does without the KV cache: `recompute` computes it, `fail` ends the request.",
+        "After a failed transfer, the decode replica computes the prompt (`recompute`) or ends the request (`fail`).",
     )
     prefill: Annotated[ReplicasConfig, NullIsEmpty] = field(default_factory=ReplicasConfig)
     decode: Annotated[ReplicasConfig, NullIsEmpty] = field(default_factory=ReplicasConfig)
@@ -327,7 +327,7 @@ class OmniConfig:
         "`adaptive: false`: only the sizes count, not the sound that the client has left to play."
     )
     connectors: Connectors = _map(
-        "How tensors travel from stage to stage, by hand-over. Default: `shared_memory`, or `tcp` with a "
+        "Connector that transfers tensors from stage to stage, by hand-over. Default: `shared_memory`, or `tcp` with a "
         "`master_address`."
     )
     api_servers: PositiveOrAuto = _key(

@@ -84,7 +84,15 @@ class _Pending:
 
 
 class CodecError(ValueError):
-    """The codec stage has rejected a part, or sent an invalid answer."""
+    """The codec stage has rejected a part, or sent an invalid answer.
+
+    Args:
+        retry: a later attempt may succeed (`StageError.retry`).
+    """
+
+    def __init__(self, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.retry = retry
 
 
 class CodecStream:
@@ -189,7 +197,7 @@ class CodecStream:
             CodecError: an error of the codec stage, an answer without samples, or an answer out of order.
         """
         if isinstance(event.payload, StageError):
-            raise CodecError(event.payload.reason)
+            raise CodecError(event.payload.reason, retry=event.payload.retry)
         if not self._pending or event.part != self._pending[0].part:
             expected = self._pending[0].part if self._pending else "nothing"
             raise CodecError(f"part {event.part} was answered where {expected} was expected")

@@ -89,7 +89,7 @@ class SharedProducer(ArenaProducer):
             with connection:
                 given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 if _CREDENTIALS.unpack(given)[1] != os.geteuid():
-                    raise Malformed("another user asks for the memory")
+                    raise Malformed("the consumer process has another user id")
                 socket.send_fds(connection, [b"."], [self._fd])
         except (OSError, Malformed) as error:
             self._count(Malformed(f"the memory was not sent: {error}"))

@@ -121,7 +121,8 @@ class LinkedProducer(Producer):
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # by time of the last use
         self._held_bytes = 0
         self._dropped = 0
-        self._closed = False
+        self._closed = ""
+        """Reason for which no more chunks are taken; "" while they are."""
         self._token = secrets.token_hex(16)
         self._also = also
         self._context: zmq.Context[Any] = zmq.Context()
@@ -154,7 +155,7 @@ class LinkedProducer(Producer):
             raise ValueError(f"{name}: {data.nbytes} bytes can never fit; capacity_bytes is {capacity}")
         with self._lock:
             if self._closed:
-                raise ConnectorError("the producer is closed")
+                raise ConnectorError(self._closed)
             self._expire()
             known = self._requests.get(request)
             if known is None and index:
@@ -180,12 +181,16 @@ class LinkedProducer(Producer):
             return Stats(len(self._requests), self._held_bytes, self._dropped)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            for request in tuple(self._requests):
-                self._drop(request)
+        self._refuse("the producer is closed")
         self._context.term()  # the thread closes its socket
         self._thread.join()
+
+    def _refuse(self, reason: str) -> None:
+        """Free all chunks, and take no more."""
+        with self._lock:
+            self._closed = reason
+            for request in tuple(self._requests):
+                self._drop(request)
 
     def _use(self, name: str, request: _Request) -> None:
         request.used_at = time.monotonic()
@@ -216,9 +221,10 @@ class LinkedProducer(Producer):
                 if len(ready) > (self._router in ready):
                     self._connected()
         except zmq.ContextTerminated:
-            pass
-        except Exception:  # a bug: consumers must not wait for this producer
+            pass  # the regular end: `close` has been called
+        except Exception as error:  # a bug: consumers must not wait for this producer, and read nothing of it any more
             log.exception("%s has failed", self._thread.name)
+            self._refuse(f"the producer has failed: {type(error).__name__}: {error}")
         finally:
             self._router.close(linger=0)
 

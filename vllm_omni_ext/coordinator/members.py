@@ -91,7 +91,7 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Replica to coordinator: the replica is alive and has this load.
 
     Attributes:
-        load: the coordinator replaces `load.report`, the number of the report.
+        load: load of the replica. The coordinator sets `load.report` to the number of heartbeats received so far.
         proof: result of `Member.proof`; views do not contain it.
     """
 

@@ -50,11 +50,11 @@ class Watcher:
 
     @property
     def view(self) -> View | None:
-        """The last view; None before the first."""
+        """The last view; None before the first view has arrived."""
         return self._follower.view
 
     def age(self) -> float:
-        """Seconds since the last view arrived; infinite before the first."""
+        """Seconds since the last view arrived; infinite before the first view has arrived."""
         return self._clock() - self._received_at
 
     @property
@@ -105,7 +105,7 @@ class Watcher:
         if self.view is None or self.age() < self.view.timeout_s + self._delayed:
             return None
         self._stale = True
-        log.warning("no message from the coordinator for %.1f s: loads are not trusted until it is back", self.age())
+        log.warning("no message from the coordinator for %.1f s: loads are not used until the next one", self.age())
         return self._follower.without_loads()
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class SendMixin(MooncakeConnectorWorker):
             if not blocks:
                 entry.p_req_id = entry.p_req_id or request
             elif entry.ready.is_set():
-                log.error("transfer %s is there already: the blocks of %s are freed", transfer_id, request)
+                log.error("transfer %s exists already: the blocks of %s are freed", transfer_id, request)
                 self._finished(request)
             else:
                 entry.p_req_id, entry.local_block_ids = request, blocks

@@ -41,7 +41,8 @@ class Arrival:
     """The result of one read of a request's hidden states, for the scheduler (see `EdgeReceiver.arrivals`).
 
     Attributes:
-        count: number of the request's hidden states, from the first one on, that are read or lost by now.
+        count: number of the request's hidden states, from the first one on, that are read or lost by now. It exceeds
+            the announced count if that ends within a chunk.
         found: the hidden states [n, width] that follow those of the request's earlier arrivals, in host memory; `Lost`
             if the read has failed.
     """
@@ -109,7 +110,10 @@ class _Source:
         self._replied_at = 0.0
         while (order := self.orders.get()) is not None:
             if isinstance(order, _Read):
-                self.arrived(order.reading, order.count, self._found(order))
+                if order.count <= order.reading.seen:  # an earlier count ended within a chunk
+                    continue
+                found = self._found(order)
+                self.arrived(order.reading, max(order.count, order.reading.seen), found)
                 continue
             try:
                 self._open().forget(self.address, order)

@@ -103,7 +103,7 @@ class ExportQueue:
         self._call(lambda: self._sender.forget(names))
 
     def held(self) -> int | None:
-        """Wait for the queued work; return the number of requests with stored hidden states, None before the first."""
+        """Wait for the queued work; return the number of requests with stored hidden states, None before any export."""
         return self._call(self._sender.held)
 
     def kept(self) -> int:

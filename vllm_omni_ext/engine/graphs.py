@@ -1,6 +1,6 @@
-"""Records CUDA graphs of functions that work on buffers with fixed addresses.
+"""Records (captures) CUDA graphs of functions that work on buffers with fixed addresses.
 
-A graph repeats the kernels of one call with the addresses of that call, without running Python. A function can be
+A replay of a graph runs the kernels of one call with the addresses of that call, without Python. A function can be
 recorded if it reads and writes only memory that its owner allocated before and keeps (weights and buffers), if no shape
 and no branch depends on a value, and if it draws no random number. Tests check this without a GPU, with a recorder that
 repeats operators instead of kernels.
@@ -21,10 +21,10 @@ WARM_UPS = 2
 
 
 class Recorder(Protocol):
-    """Records a function and returns a function that repeats the recording."""
+    """Interface of `CudaGraphs`; a test may pass a recorder that works without a GPU."""
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Call `body` at least once and return a function that repeats its work."""
+        """Call `body` one or more times, record the last call, and return a function that replays the recorded call."""
 
 
 class CudaGraphs:
@@ -37,7 +37,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Warm `body` up and capture it; RuntimeError if `body` does something that a graph cannot contain."""
+        """Warm `body` up and capture it; RuntimeError if `body` does an operation that a graph cannot contain."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
 """Joins the outputs of several steps of a request into one message to the API server.
 
-Every output of an engine costs the API server the same work, whether it has 1 token or 8. A consumer that has tokens
-in store, as a listener has sound, needs no output for each step. `plugins.flow.Open.group` states the largest number of
-tokens in an output, and `rate` how fast the consumer uses them. An output is held only while half of the tokens that
-were sent and are not used yet last longer than the held ones, so the consumer never waits for a held token if the stage
-makes tokens at least at `rate`.
+Every output of an engine costs the API server the same work, whether it has 1 token or 8. A consumer with unused
+tokens, e.g. a listener with buffered sound, needs no output for each step. `plugins.flow.Open.group` states the largest
+number of tokens in an output, and `rate` how fast the consumer uses them. An output is held only while half of the
+tokens that were sent and are not used yet last longer than the held ones, so the consumer never waits for a held token
+if the stage makes tokens at least at `rate`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class OutputGroup:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
     def size(self, now: float) -> int:
-        """Return the number of tokens with which a message is sent at time `now`: 1 to `most`."""
+        """Return the number of held tokens at which a message is sent.
+
+        It is 1 for the first message, and `most` if `rate` is 0. Otherwise it is half of the tokens that were sent and
+        that the consumer has not used at time `now`, from 1 to `most`.
+
+        Args:
+            now: seconds of the same clock as `began`.
+        """
         if self.began is None:
             return 1
         if not self.rate:

@@ -404,7 +404,13 @@ class PlainScheduler(SchedulerInterface):
 
 
 def _output(request: Request, tokens: list[int], tensor: torch.Tensor | None) -> EngineCoreOutput:
-    """Return an answer as vLLM's output to the API server, with the finish reason if the request has ended."""
+    """Return the output of one step for one request, as vLLM sends it to the API server.
+
+    Args:
+        request: its status gives the finish reason; a running request has none.
+        tokens: new token ids.
+        tensor: sent as `pooling_output`.
+    """
     stats = request.take_prefill_stats() if tokens else None
     if stats is not None:
         stats.set(request.num_prompt_tokens, 0, 0)

@@ -135,7 +135,7 @@ class StreamingInput(Scheduler):
             super().add_request(self._parked.pop(req_id))
 
     def _can_begin(self, request: Request) -> bool:
-        """Return whether the first position can be computed, and the one after the blocks in the prefix cache."""
+        """Return whether position 0, and the first position after the blocks in the prefix cache, can be computed."""
         progress = self._progress[request.request_id]
         return progress.continues(0) and progress.continues(self.kv_cache_manager.get_computed_blocks(request)[1])
 

@@ -77,7 +77,7 @@ class LoopClock:
 
     @property
     def idle(self) -> bool:
-        """Whether the loop has no work. True before the first turn: the start of the engine has a limit of its own."""
+        """Whether the loop has no work. True before the first turn: `startup_timeout_s` limits the start."""
         if self._inputs is None:
             return self.begun == self.ended
         return not self.turns or (self._inputs.waiting and self._inputs.empty_now())
@@ -117,7 +117,7 @@ class LoopQueue(queue.Queue[Any]):
 
 
 class LockFreeTimer:
-    """Ends this process unless `wind_up` is called again in time, even if a thread holds the interpreter lock.
+    """Ends this process unless `wind_up` is called again within the limit, even if a thread holds the interpreter lock.
 
     The operating system sends SIGALRM. A handler of `faulthandler`, which needs no lock, writes the stacks of all
     threads. The signal then ends the process. `faulthandler.dump_traceback_later` would do the same, but blocks for
@@ -153,7 +153,7 @@ class StepWatch:
         clock: written by the engine loop.
         limit_s: seconds that a turn or a step may take; more than 0.
         hung: called once, in the watching thread, after 1.5 times the limit.
-        timer: ends the process if no reading follows in time; None: no timer.
+        timer: ends the process if the next reading does not follow within the timer's limit; None: no timer.
     """
 
     def __init__(

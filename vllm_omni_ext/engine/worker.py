@@ -269,11 +269,14 @@ class HiddenStatesExportWorker(StageWorker):
         self._queue.forget(names)
 
     def hidden_states_held(self) -> int | None:
-        """Return the number of requests with stored hidden states; None before the first (through `collective_rpc`)."""
+        """Return the number of requests with stored hidden states; called through `collective_rpc`.
+
+        None: this worker has exported no hidden states yet.
+        """
         return self._queue.held()
 
     def hidden_states_kept(self) -> int:
-        """Return the number of prompt blocks whose hidden states are kept for later prompts (`collective_rpc`)."""
+        """Return the number of prompt blocks whose hidden states are kept; called through `collective_rpc`."""
         return self._queue.kept()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -396,7 +399,10 @@ class StreamingInputWorker(StageWorker):
             model.end_step()
 
     def hidden_states_open(self) -> int | None:
-        """Return the number of requests that have received hidden states; None before the first (`collective_rpc`)."""
+        """Return the number of requests that have received hidden states; called through `collective_rpc`.
+
+        None: this worker has received no hidden states yet.
+        """
         return None if self._receiving is None else len(self._receiving)
 
     def _open(self, req_id: str, params: Any) -> None:

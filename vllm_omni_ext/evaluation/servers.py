@@ -70,18 +70,18 @@ def served(model: str, name: str, flags: Sequence[str]) -> Iterator[str]:
 
 def _problem(process: subprocess.Popen[bytes], url: str) -> str | None:
     """Wait until the server is ready. Returns the reason if it has ended or the time limit is reached, else None."""
-    deadline = time.monotonic() + START_S
+    deadline, reason = time.monotonic() + START_S, ""
     while time.monotonic() < deadline:
         try:
             urllib.request.urlopen(url, timeout=10).close()
             return None
-        except OSError:  # not listening yet, or 503
-            pass
+        except OSError as error:  # not listening yet, or 503
+            reason = f": {error}"
         try:
             return f"the server ended with exit status {process.wait(LOOK_EVERY_S)}"
         except subprocess.TimeoutExpired:
             continue
-    return f"not ready after {START_S:g} s"
+    return f"not ready after {START_S:g} s{reason}"
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,14 @@ class Realtime:
                 await self._speak(socket, bytes(PIECE_BYTES), self._speed or 1.0)
 
     async def _speak(self, socket: aiohttp.ClientWebSocketResponse, data: bytes, speed: float) -> None:
-        """Send sound in pieces of `PIECE_S`, each at the time when a microphone has recorded it, divided by `speed`."""
+        """Send sound in pieces of `PIECE_S` seconds.
+
+        A piece that ends at second t of the sound is sent t / `speed` seconds after the call.
+
+        Args:
+            data: 16-bit samples at `RATE_HZ`.
+            speed: 1.0: real time; 0: all pieces are sent at once.
+        """
         began = self._clock()
         for at in range(0, len(data), PIECE_BYTES):
             piece = data[at : at + PIECE_BYTES]

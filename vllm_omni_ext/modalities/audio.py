@@ -159,19 +159,20 @@ class Audio(Modality):
         return {"audio": whole, "sample_rate": last.sample_rate, "frames": last.frames, "note": last.note}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record the arrival times of sound, and the time in which a real-time player had no sound to play."""
+        """Record the arrival times of sound, and the time in which a player of a streamed answer had no sound."""
         assert isinstance(chunk, AudioChunk)
         facts, samples = trace.facts, len(chunk.samples)
         if not facts:
-            facts |= {"samples": 0, "seconds": 0.0, "underrun_s": 0.0}
+            facts |= {"samples": 0, "seconds": 0.0} | ({"underrun_s": 0.0} if trace.streamed else {})
         facts["frames"] = frames_of(chunk)
         if samples:
             seconds, times = samples / chunk.sample_rate, trace.times
             if times:
                 metrics.of(AUDIO_CHUNK_GAP).observe(at - times[-1])
-                gap = max(0.0, at - (times[0] + facts["seconds"] + facts["underrun_s"]))
-                facts["underrun_s"] += gap
-                metrics.of(AUDIO_UNDERRUN).inc(gap)
+                if trace.streamed:
+                    gap = max(0.0, at - (times[0] + facts["seconds"] + facts["underrun_s"]))
+                    facts["underrun_s"] += gap
+                    metrics.of(AUDIO_UNDERRUN).inc(gap)
             else:
                 metrics.of(TIME_TO_FIRST_AUDIO).observe(at)
             metrics.of(AUDIO_SECONDS).inc(seconds)

@@ -193,6 +193,7 @@ class Observer(RequestObserver):
             started=self._clock() - max(0.0, time.time() - event.arrival),
             arrival=event.arrival,
             trace_headers=event.trace_headers,
+            streamed=event.options.streamed,
         )
         if event.watch is not None:
             event.watch(record)
@@ -221,8 +222,8 @@ class Observer(RequestObserver):
             return
         timing.last = self._clock() - trace.started
         timing.tokens += len(output.tokens)
-        if output.queued_s is not None and timing.waited is None:
-            timing.waited = output.queued_s
+        if output.waited_s is not None and timing.waited is None:
+            timing.waited = output.waited_s
             self._metrics.of(m.STAGE_QUEUE, stage).observe(timing.waited)
         if timing.cached is None:
             timing.cached = output.cached
@@ -244,7 +245,7 @@ class Observer(RequestObserver):
         elif (modality := self._modalities.get(chunk.modality)) is not None:
             output = trace.outputs.get(chunk.modality)
             if output is None:
-                output = trace.outputs[chunk.modality] = OutputTrace(stage)
+                output = trace.outputs[chunk.modality] = OutputTrace(stage, trace.streamed)
             modality.observe(self._metrics, output, chunk, self._clock() - trace.started)
 
     def failed(self, trace: RequestTrace | None, stage: str, error: Exception) -> None:

@@ -57,11 +57,13 @@ class OutputTrace:
 
     Attributes:
         stage: the stage that produced the output.
+        streamed: the client receives the output's chunks when they arrive.
         times: arrival times of the output's chunks.
         facts: sums over all chunks, by name, e.g. "samples"; for `metrics` of a response and for spans.
     """
 
     stage: str
+    streamed: bool
     times: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class RequestTrace:
         started: monotonic clock at arrival, seconds.
         arrival: Unix time at arrival, seconds.
         trace_headers: the client's OpenTelemetry headers; None without.
+        streamed: the client receives the answer in pieces, while it is made.
         stages: times in each stage to which the request was sent, by stage.
         handovers: data sent between stages, by (source stage, target stage).
         outputs: outputs with at least one chunk, by modality.
@@ -87,6 +90,7 @@ class RequestTrace:
     started: float
     arrival: float
     trace_headers: Mapping[str, str] | None
+    streamed: bool = False
     stages: dict[str, StageTiming] = field(default_factory=dict)
     handovers: dict[tuple[str, str], HandOver] = field(default_factory=dict)
     outputs: dict[str, OutputTrace] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Validates and plans client requests, before the orchestrator starts them.
 
-vLLM's handlers know nothing of stages. `Admission` stores the options and the plan of a request in a `Ticket` while
-vLLM's handlers process the request, and then starts the request's flow (`plugins.flow.Flow`) in the orchestrator.
+vLLM's handlers have no parameters for stages. `Admission` stores the options and the plan of a request in a `Ticket`
+while vLLM's handlers process the request, and then starts the request's flow (`plugins.flow.Flow`) in the orchestrator.
 """
 
 from __future__ import annotations
@@ -205,11 +205,12 @@ class Admission:
                 )
 
     def attach(self, ticket: Ticket, request: EngineCoreRequest) -> str:
-        """Write the plan into the engine request that vLLM made for the frontend; register the ticket for `open`.
+        """Write the plan into the engine request that vLLM made for the frontend stage; register the ticket for `open`.
 
-        Returns the ticket's key, which is also written into the engine request's `extra_args`.
+        The caller must pass the returned key to `withdraw` when the request has ended.
 
-        The caller must pass the key to `withdraw` when the request has ended.
+        Returns:
+            The ticket's key, which is also written into the engine request's `extra_args`.
         """
         params, planned, key = request.sampling_params, ticket.planned, self._register(ticket)
         assert params is not None and planned is not None

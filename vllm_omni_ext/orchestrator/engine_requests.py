@@ -181,7 +181,7 @@ class EngineRequests:
         return self._in_stream(send.engine_id, send.action, header, None, self._due(send.action, send.priority))
 
     def _due(self, action: Submit, priority: int) -> int:
-        """Return vLLM's priority of a part of a request with this priority."""
+        """Return vLLM's priority of a part: by the request's `priority`, then by the time at which the part is due."""
         due = time.monotonic() if action.due is None else action.due
         return of_part(priority, round(1e3 * (due + self._clock_offset)))
 

@@ -73,6 +73,7 @@ class RequestMachine:
             m.ReplicaLost: self._replica_lost,
             m.ReplicaEnded: self._replica_ended,
             m.NeverUp: self._never_up,
+            m.PoolsChanged: self._pools_changed,
             m.DeadlinePassed: self._deadline_passed,
         }
 
@@ -600,10 +601,14 @@ class RequestMachine:
         self.placement.freed.add(event.replica.stage)
         self._give_up(event.replica.stage, f"replica {event.replica} is gone: {event.reason}")
 
+    def _pools_changed(self, event: m.PoolsChanged) -> None:
+        self.placement.freed.update(binding.stage for binding in self.placement.waiting)
+
     def _give_up(self, stage: str, reason: str) -> None:
         """Fail all requests that need the stage, if it has no replica and can get none.
 
-        Prompts that wait for a prefill replica do not wait for the next one: decode replicas compute them.
+        A prefill stage without an awake replica fails no request: its waiting prompts are sent to decode replicas,
+        which compute them.
         """
         if stage in self.router.stages[:-1]:
             if not self.placement.pools[stage].takes_requests:
@@ -645,7 +650,7 @@ class RequestMachine:
 
     def _begin_again(self, prompt: Prompt) -> None:
         if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
-            raise StageUnavailable("what it had made of this answer cannot be continued elsewhere")
+            raise StageUnavailable("no other replica can continue the tokens that it has generated")
         self.router.begin(prompt)
 
 

@@ -83,7 +83,7 @@ class Output(Event, frozen=True, kw_only=True):
         hidden_states: (address of the replica's store, name) of hidden states that the replica has stored; None if the
             output reports none.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
-        queued_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
+        waited_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
         cached: prompt tokens that the engine had in its prefix cache, if the output reports it (the first one does).
     """
 
@@ -94,7 +94,7 @@ class Output(Event, frozen=True, kw_only=True):
     finish: Finish | None = None
     hidden_states: tuple[str, str] | None = None
     kv: Mapping[str, Any] | None = None
-    queued_s: float | None = None
+    waited_s: float | None = None
     cached: int | None = None
 
 
@@ -165,6 +165,10 @@ class NeverUp(Event, frozen=True):
 
     replica: ReplicaId
     reason: str
+
+
+class PoolsChanged(Event, frozen=True):
+    """The replicas that take requests may have changed: one was woken, or the coordinator reports other states."""
 
 
 class DeadlinePassed(Event, frozen=True):
@@ -262,7 +266,7 @@ class SendStreamEnd(Send, frozen=True, kw_only=True):
 
 
 class SendKVRelease(Send, frozen=True, kw_only=True):
-    """Make a decode replica tell a prefill replica to free a KV cache that no replica will fetch.
+    """Make a decode replica send a prefill replica the release of a KV cache that no replica will fetch.
 
     Attributes:
         kv: transfer parameters of the KV cache.

@@ -159,6 +159,13 @@ class Orchestrator:
             coming: False: the replica is expected no longer.
         """
         self._decide(m.ReplicaAnnounced(replica, coming))
+        self._send_later()
+
+    def pools_changed(self) -> None:
+        """Open waiting requests that can get a replica now; called after replicas were woken, and after each view."""
+        if self.machine.placement.waiting:
+            self._decide(m.PoolsChanged())
+            self._send_later()
 
     async def replica_up(self, replica: Replica) -> None:
         """Add a replica that accepts requests, and open the requests that wait for its stage."""
@@ -233,7 +240,7 @@ class Orchestrator:
             finish=None if reason is None else str(reason),  # type: ignore[arg-type]
             hidden_states=hidden_states,
             kv=output.kv_transfer_params,
-            queued_s=_queued_s(output) if output.events else None,
+            waited_s=_waited_s(output) if output.events else None,
             cached=None if output.prefill_stats is None else output.prefill_stats.num_local_cached_tokens,
         )
         if self.machine.router.private_kv:
@@ -309,7 +316,11 @@ class Orchestrator:
     def _deadline_passed(self) -> None:
         self._timer, self._armed_for = None, inf
         self._decide(m.DeadlinePassed())
-        self._spawn(self._send_all())
+        self._send_later()
+
+    def _send_later(self) -> None:
+        if self._queue:
+            self._spawn(self._send_all())
 
     async def _free_hidden_states(self, replica: Replica, name: str) -> None:
         try:
@@ -324,7 +335,7 @@ class Orchestrator:
         return task
 
 
-def _queued_s(output: EngineCoreOutput) -> float | None:
+def _waited_s(output: EngineCoreOutput) -> float | None:
     """Return the seconds from a request's receipt by the engine to its first scheduling; None if one is missing."""
     times = {event.type: event.timestamp for event in output.events or ()}
     queued, scheduled = times.get(EngineCoreEventType.QUEUED), times.get(EngineCoreEventType.SCHEDULED)

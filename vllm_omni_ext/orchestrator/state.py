@@ -106,7 +106,13 @@ class Routed(Binding):
         raise NotImplementedError
 
     def message(self, replica: ReplicaId, engine_id: str, side: Side, kv: Mapping[str, Any] | None) -> Send:
-        """Return the message that sends the prompt to a replica; `kv`: the transfer parameters of its KV cache."""
+        """Return the message that sends the prompt to a replica.
+
+        Args:
+            engine_id: id of the request in the replica's engine.
+            side: the work of the replica for the prompt.
+            kv: transfer parameters of the prompt's KV cache; None unless `side` is "decode".
+        """
         raise NotImplementedError
 
 
@@ -134,7 +140,7 @@ class Prompt(Routed):
         return self.state.client.can_split
 
     def message(self, replica: ReplicaId, engine_id: str, side: Side, kv: Mapping[str, Any] | None) -> Send:
-        """Return the message that sends the client's request to a replica."""
+        """Return the message that sends the client's request to a replica; arguments as in `Routed.message`."""
         assert self.state.client is not None
         return SendPrompt(
             replica,
@@ -182,7 +188,7 @@ class FlowPrompt(Routed):
         )
 
     def message(self, replica: ReplicaId, engine_id: str, side: Side, kv: Mapping[str, Any] | None) -> Send:
-        """Return the message that opens the request in a replica."""
+        """Return the message that opens the request in a replica; arguments as in `Routed.message`."""
         assert self.action is not None
         return SendOpen(
             replica,

@@ -33,6 +33,7 @@ class RequestOptions:
         ahead_of: None: a usual request. Otherwise the request has no answer. It only computes the beginning of its
             prompt, up to the last whole block of its last sound, so that a later request with an answer of these
             modalities hits the caches.
+        streamed: the client receives the answer in pieces, while it is made.
     """
 
     modalities: tuple[str, ...]
@@ -42,6 +43,7 @@ class RequestOptions:
     in_blocks: bool = False
     ahead_of: tuple[str, ...] | None = None
     named: frozenset[str] = frozenset()
+    streamed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,7 @@ class RuntimeContext:
         frontend: name of the frontend stage.
         chunks: configured chunk sizes, with the keys and values of `RequestOptions.chunks`.
         limits: longest sequence in tokens, by stage.
+        max_num_seqs: vLLM's `max_num_seqs`, by stage.
         defaults: default parameters by stage: those of the stage config override those of the pipeline.
         model_config: vLLM's `ModelConfig` of the frontend, e.g. to find the checkpoint's files; None in tests that
             need none.
@@ -133,6 +136,7 @@ class RuntimeContext:
     frontend: str
     chunks: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    max_num_seqs: Mapping[str, int] = field(default_factory=dict)
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     model_config: Any = None
     processor: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from argparse import Namespace
@@ -65,6 +66,9 @@ SERVER_ARGS = (
 )
 """Arguments of `vllm serve` that are passed to the HTTP server under the same name."""
 
+NO_HANDSHAKE = "ASGI callable returned without completing handshake."
+"""Error that uvicorn logs for each handshake of a WebSocket that is answered with an HTTP error, as if it had none."""
+
 CHAT = "ChatCompletionRequest"
 COMPONENTS = "#/components/schemas/{model}"
 
@@ -102,6 +106,7 @@ async def run_app(
 async def make_app(omni: AsyncOmni, args: Namespace) -> FastAPI:
     """Return vLLM's application with the handlers and routes of this package, and the routes of the model's plugin."""
     os.environ.setdefault(IMAGE_PIXELS, str(MAX_IMAGE_PIXELS))
+    logging.getLogger("uvicorn.error").addFilter(_is_no_refused_handshake)
     args = with_chat_template(args, family_of(omni.plan.family))
     tasks = await omni.get_supported_tasks()
     with without_a_stack():
@@ -182,6 +187,10 @@ def _server_options(args: Namespace) -> dict[str, Any]:
     }
     log_config = get_uvicorn_log_config(args)
     return options if log_config is None else options | {"log_config": log_config}
+
+
+def _is_no_refused_handshake(record: logging.LogRecord) -> bool:
+    return record.msg != NO_HANDSHAKE
 
 
 def _add_facts(models: Any, model: ServedModel) -> None:

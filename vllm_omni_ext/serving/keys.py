@@ -71,5 +71,10 @@ def _is_open(scope: Scope, headers: Headers, paths: frozenset[str]) -> bool:
         return False
     if scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers:
         return True
+    return route_path(scope).removesuffix("/") in paths
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request without the server's `--root-path`, as the router compares it."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/")).removesuffix("/") in paths
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))

@@ -112,6 +112,7 @@ class ServedModel:
             params=read_params(self.omni.plan, body, seed=seed, chat=modalities is None),
             chunks=read_chunks(body.get(CHUNKS), self.omni.plan.chunks),
             fields=values,
+            streamed=stream,
             named=frozenset(
                 stage.model_stage for stage in self.omni.plan.model_stages() if body.get(stage.model_stage)
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -171,8 +171,9 @@ async def read_speech(request: SpeechRequest, model: ServedModel) -> SpeechAnswe
     found = model.read(_limited(body, model.surface.speech_stage), stream=False, seed=request.seed, modalities=(AUDIO,))
     check(model.runtime, found.options, found.paths)
     media_type = _media_type(request)
-    rendered = await model.surface.speech(request, found.options, model)
-    return SpeechAnswer(rendered=rendered, options=found.options, format=sound_format, media_type=media_type)
+    options = replace(found.options, streamed=media_type is not None)
+    rendered = await model.surface.speech(request, options, model)
+    return SpeechAnswer(rendered=rendered, options=options, format=sound_format, media_type=media_type)
 
 
 def _refuse_others(body: dict[str, Any], model: ServedModel) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT
@@ -38,23 +38,30 @@ def install(app: FastAPI, model: ServedModel) -> None:
 
 
 def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel, route: str) -> Callable[..., Any]:
-    async def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
+    async def checked(request: Any, raw_request: Request, *args: Any, **kwargs: Any) -> Any:
         try:
             validate_json_values(request)
-            refuse_others(request.model_extra or {}, model, route)
+            refuse_others(await _others(request, raw_request), model, route)
         except RequestError as error:
             model.omni.observer.refused(error)
             return handler.create_error_response(as_vllm_error(error))
-        return await stock(request, *args, **kwargs)
+        return await stock(request, raw_request, *args, **kwargs)
 
     return checked
+
+
+async def _others(request: Any, raw_request: Request) -> dict[str, Any]:
+    """Return the fields of the body that are not in the request's type; the type of `/v1/messages` drops them."""
+    if request.model_extra is not None:
+        return dict(request.model_extra)
+    return {name: value for name, value in (await raw_request.json()).items() if name not in type(request).model_fields}
 
 
 def refuse_others(body: dict[str, Any], model: ServedModel, route: str) -> None:
     """Raise RequestError if the model cannot write text, or the body has a field that only chat requests may have.
 
     Args:
-        body: fields of the request that vLLM does not read. Of `/v1/messages` it is empty: vLLM drops them.
+        body: fields of the request that vLLM does not read.
         route: path of the endpoint, for errors.
     """
     others = [name for name in model.capabilities.modalities if name != TEXT]

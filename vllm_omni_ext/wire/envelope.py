@@ -16,9 +16,15 @@ MAGIC = b"vllm-omni-msg/1\x00"
 
 
 class StageError(msgspec.Struct, frozen=True, array_like=True, tag="error"):
-    """A stage could not process its input; `reason` is sent to the client."""
+    """A stage could not process its input.
+
+    Attributes:
+        reason: sent to the client.
+        retry: a later attempt may succeed, as the stage only has no room now.
+    """
 
     reason: str
+    retry: bool = False
 
 
 class StageProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

@@ -62,7 +62,7 @@ class Thought(Modality):
         return {"think_text": _joined(found) if found else None}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record the time `at` which the thought arrived in the request's trace."""
+        """Record `at`, the time at which the thought arrived, in its trace."""
         trace.times.append(at)
 
 

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 Job: TypeAlias = Drawing | Reply
-"""State of a request in the stage. The next work of a request is a turn, i.e. a prefill or a use of the autoencoder
-(`needs_turn`), a denoise step (`denoises`), or a token of a text (`writes`)."""
+"""State of a request in the stage. The next work of a request is a turn, i.e. a prefill or a decoding with the
+autoencoder (`needs_turn`), a denoise step (`denoises`), or a token of a text (`writes`)."""
 
 _FATAL = (torch.AcceleratorError,)
 """Errors after which the device cannot be used: the engine ends, and its supervisor starts it again."""
@@ -42,8 +42,8 @@ class BagelDit(PlainModel):
     """Generates pictures; a denoise step computes all running pictures together.
 
     An engine step computes at most one turn (prefill or autoencoder) of one request, then one denoise step of all
-    running pictures, then one token of each running text. A request that has used the autoencoder has no other work in
-    that step.
+    running pictures, then one token of each running text. A request that decodes a preview or a picture has no
+    other work in that step.
 
     Attributes:
         bagel: the model; set by `load_weights`, or at once with `load_format: dummy`.

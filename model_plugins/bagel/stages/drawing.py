@@ -1,7 +1,8 @@
 """State of one picture request in the stage `dit`, from the message `Draw` to the message `Drawn`.
 
-A turn is a prefill or a use of the autoencoder: in each engine step, the stage computes one turn of one request. The
-other work, denoise steps and tokens of thoughts, is computed for all requests together.
+A turn is a prefill, or the decoding of a preview or of the finished picture with the autoencoder. In each engine step,
+the stage computes at most one turn of one request. The other work, denoise steps and tokens of thoughts, is computed
+for all requests together.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Drawing:
 
     @property
     def needs_turn(self) -> bool:
-        """Whether the request's next work is a prefill or a use of the autoencoder."""
+        """Whether the request's next work is a turn: a prefill, or a decoding with the autoencoder."""
         if self.image is None:
             return self.text is None or self.text.done
         return self.image.done or self._preview is not None
@@ -75,7 +76,7 @@ class Drawing:
         """Compute the request's next turn.
 
         Returns:
-            None after a prefill; the answer with a preview or the finished picture after a use of the autoencoder.
+            None if the turn was a prefill, else an answer with a preview (`Preview`) or the finished picture (`Drawn`).
         """
         if self.image is None:
             self._begin()

@@ -63,7 +63,7 @@ def divided(lengths: Sequence[int], stops: Sequence[int], ranges: Ranges) -> Ite
 
 
 class PictureAttentionBuilder(CPUAttentionMetadataBuilder):
-    """Builds vLLM's attention metadata of a step; sequences with pictures are divided into pieces before."""
+    """Divides a step's sequences with pictures into pieces, then builds vLLM's attention metadata of the pieces."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -78,7 +78,13 @@ RULES = (
 
 
 def fan_in(name: str, shape: tuple[int, ...], transposed: Iterable[str]) -> int:
-    """Return the number of inputs that one output of a matrix or convolution sums over."""
+    """Return the number of inputs that one output of a matrix or convolution sums over; 1 for a vector.
+
+    Args:
+        name: name of the parameter in the model.
+        shape: shape of the parameter.
+        transposed: names of the model's transposed convolutions.
+    """
     if len(shape) < 2:
         return 1
     if any(name.startswith(prefix) for prefix in transposed):

@@ -12,7 +12,7 @@ import torch
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import CodecIds, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import MEDIA, Token2WavParams, Utterance
-from vllm_omni_ext.plugins.flow import Open, Produced
+from vllm_omni_ext.plugins.flow import Fail, Open, Produced
 from vllm_omni_ext.testing import Reply, Work, check_flow
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
 from vllm_omni_ext.wire.stage_input import OPEN_END
@@ -174,3 +174,11 @@ def test_a_talker_that_ends_early_gets_no_more_hidden_states() -> None:
     flow.handle(Produced("talker", (5,), None, "length"))
     assert flow.handle(Produced("thinker", (REPLY[1],))) == []
     assert flow.handle(Produced("thinker", (REPLY[2],), None, "stop")) == []
+
+
+@pytest.mark.parametrize(("retry", "status"), [(False, 500), (True, 503)])
+def test_an_utterance_for_which_token2wav_has_no_room_may_be_requested_again(retry: bool, status: int) -> None:
+    flow = SpeechFlow(speech(), text=SCHEDULES[1], frames=SCHEDULES[0])
+    flow.begin()
+    (fail,) = flow.handle(Produced("token2wav", payload=StageError("no room", retry=retry), part=0))
+    assert isinstance(fail, Fail) and fail.status == status and "no room" in fail.message

@@ -45,6 +45,7 @@ def made(checkpoint: Path, **defaults: Any) -> Qwen2_5OmniRuntime:
         frontend="thinker",
         chunks=QWEN2_5_OMNI.chunks(),
         limits=LIMITS,
+        max_num_seqs={"token2wav": 2},
         defaults=defaults,
         model_config=SimpleNamespace(model=str(checkpoint), revision=None),
     )
@@ -123,7 +124,7 @@ def test_a_text_is_read_by_all_stages(runtime: Qwen2_5OmniRuntime) -> None:
         ({"data": ReadAloud(prompt=PROMPT, reply=[1] * 81)}, {}, RequestError, "input"),
     ],
 )
-def test_what_has_no_room_is_refused(
+def test_a_request_that_exceeds_a_limit_is_refused(
     rendered: dict[str, Any],
     changed: dict[str, Any],
     error: type[RequestError],
@@ -143,6 +144,21 @@ def test_each_request_has_noise_of_its_own_unless_a_seed_is_given(checkpoint: Pa
     given = options(params={"token2wav": Token2WavParams(seed=9)}, fields={"voice": "ash"})
     said = utterance(seeded.plan(Rendered(prompt=PROMPT), given))
     assert (said.speaker, said.params) == ("Ethan", Token2WavParams(seed=9))
+
+
+def test_steps_for_which_token2wav_has_no_memory_are_refused(checkpoint: Path, runtime: Qwen2_5OmniRuntime) -> None:
+    """It has memory for two utterances with the default of nine steps."""
+
+    def spoken(num_steps: int) -> Planned:
+        params = {"token2wav": Token2WavParams(num_steps=num_steps)}
+        return runtime.plan(Rendered(prompt=PROMPT), options(params=params))
+
+    assert utterance(spoken(19)).params.num_steps == 19
+    with pytest.raises(RequestError, match="20 need more memory than token2wav has; use at most 19") as refused:
+        spoken(20)
+    assert refused.value.parameter == "token2wav.num_steps"
+    with pytest.raises(ConfigError, match=r"stages.token2wav.params.num_steps: 20 need more"):
+        made(checkpoint, token2wav={"num_steps": 20})
 
 
 def test_only_the_first_part_has_the_utterance(runtime: Qwen2_5OmniRuntime) -> None:

@@ -15,13 +15,15 @@ from torch import Tensor
 from tests.support.examples import examples
 from tests.support.qwen2_5_oracle import Oracle
 from tests.support.tape import TapeRecorder
-from vllm_omni_ext.model_plugins.qwen2_5_omni import dit_graphs
+from vllm_omni_ext.model_plugins.qwen2_5_omni import dit, dit_graphs
 from vllm_omni_ext.model_plugins.qwen2_5_omni.dit import MOST_TIMES, StreamingDiT
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams, Utterance
 from vllm_omni_ext.model_plugins.qwen2_5_omni.solver import Solver
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
 from vllm_omni_ext.model_plugins.qwen2_5_omni.token2wav import Token2Wav
 from vllm_omni_ext.model_plugins.qwen2_5_omni.token2wav_model import Qwen2_5OmniToken2Wav
+from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer
+from vllm_omni_ext.wire.envelope import StageError
 from vllm_omni_ext.wire.stage_input import PartHeader
 
 TOLERANCE = 1e-4
@@ -190,28 +192,76 @@ def test_the_model_names_what_it_cannot_decode(oracle: Oracle, tmp_path: Path) -
     assert model.load_weights(tensors.items()) == {name for name, _ in model.named_parameters()}
     streams = model.pooler.streams
 
-    def answer(utterance: Utterance | None, stream: str = "") -> Tensor | str:
+    def answer(utterance: Utterance | None, stream: str = "") -> Answer:
         payload = None if utterance is None else ["utterance", utterance.speaker, _plain(utterance.params)]
         header = PartHeader(stream=stream, part=0, last=not stream, payload=payload)
         return streams.decode([header], [codes_of(4, seed=0)[:, None]])[0]
 
     spoken = answer(Utterance(speaker="Ethan", params=Token2WavParams(seed=5)))
     assert isinstance(spoken, Tensor) and len(spoken) == 4 * 2 * 24
-    assert answer(Utterance(speaker="Nobody", params=Token2WavParams(seed=5))) == (
+    assert answer(Utterance(speaker="Nobody", params=Token2WavParams(seed=5))) == StageError(
         "the checkpoint has no speaker 'Nobody'"
     )
-    assert answer(Utterance(speaker="Ethan", params=Token2WavParams())) == (
+    assert answer(Utterance(speaker="Ethan", params=Token2WavParams())) == StageError(
         "payload: the first part of an utterance has a seed"
     )
-    assert str(answer(None)).startswith("payload: ")
+    unread = answer(None)
+    assert isinstance(unread, StageError) and unread.reason.startswith("payload: ")
     assert len(streams) == 0
     utterances = [Utterance(speaker="Ethan", params=Token2WavParams(seed=5, num_steps=n)) for n in (20, 19, 10, 10, 10)]
     answers = [answer(each, stream=str(number)) for number, each in enumerate(utterances)]
-    assert [str(each) for each in answers if isinstance(each, str)] == [
-        "num_steps: 19 need memory that other answers have; use 10, or wait"
+    assert [each for each in answers if isinstance(each, StageError)] == [
+        StageError("num_steps: 19 need memory that other answers have; use 10, or wait", retry=True)
     ]
     assert len(streams) == 4, "any number with the default is accepted"
 
 
 def _plain(params: Token2WavParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in params.__struct_fields__}
+
+
+@pytest.mark.slow
+def test_a_pass_has_the_planned_size_if_all_utterances_end_at_once(
+    token2wav: Token2Wav, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end, an utterance has a waiting block for each evaluation. One part may be longer than a pass."""
+    most = 50
+    monkeypatch.setattr(dit, "FRAMES_IN_FLIGHT", most * token2wav._dit.block)
+    projected, sizes = StreamingDiT._projected, []
+
+    def noted(self: StreamingDiT, layer: Any, modulation: Tensor, hidden: Tensor, *others: Any) -> Any:
+        sizes.append(len(hidden))
+        return projected(self, layer, modulation, hidden, *others)
+
+    monkeypatch.setattr(StreamingDiT, "_projected", noted)
+    lengths = [42 * PER_BLOCK, 42 * PER_BLOCK + 1, 5, 1, 90 * PER_BLOCK + 2]
+    solvers = [Solver(), Solver(), Solver(), Solver(num_steps=3), Solver()]
+    states = [token2wav.new_state("Ethan", 5, solver) for solver in solvers]
+    codes = [codes_of(length, seed=length) for length in lengths]
+    first = token2wav.decode([each[:-1] for each in codes], states, [False] * len(codes))
+    rest = token2wav.decode([each[-1:] for each in codes], states, [True] * len(codes))
+    assert 40 <= max(sizes) <= most
+    for i in (0, 1, 2, 4):
+        whole = oracle.spoken(codes[i].tolist(), "Ethan", 5)
+        assert np.abs(torch.cat([first[i], rest[i]]).numpy() - whole).max() <= TOLERANCE
+    assert len(rest[3]) == 2 * 24
+
+
+def test_all_tensors_of_an_utterance_move(token2wav: Token2Wav) -> None:
+    def tensors(value: Any) -> Iterator[Tensor]:
+        """Yield the tensors of a state but those that utterances share, and the codes on the host."""
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            for each in value:
+                yield from tensors(each)
+        elif hasattr(value, "__dict__") and not isinstance(value, torch.Generator):
+            for name, each in vars(value).items():
+                if name not in ("voice", "solver", "codes"):
+                    yield from tensors(list(each.values()) if isinstance(each, dict) else each)
+
+    state = token2wav.new_state("Ethan", 5, Solver(num_steps=3))
+    token2wav.decode([codes_of(11 * PER_BLOCK + 1, seed=1)], [state], [False])
+    assert len(list(tensors(state.dit))) > 8 * 4
+    state.dit.move(torch.device("meta"))
+    assert {each.device.type for each in tensors(state.dit)} == {"meta"}

@@ -40,7 +40,7 @@ def test_a_changed_secret_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "ek_", "ek_.", "ek_AAAA", "ek_AAAA.AAAA", "ek_\u00e9.x", "ek_A.A", "one"])
-def test_what_is_no_secret_is_refused(value: str) -> None:
+def test_a_value_that_is_no_secret_is_refused(value: str) -> None:
     for keys in (KEYS, []):
         with pytest.raises(WrongSecret):
             ClientSecrets(keys).read(value, 0)

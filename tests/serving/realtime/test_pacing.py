@@ -39,7 +39,7 @@ def test_an_underrun_shifts_the_rest() -> None:
     assert pacer.played_ms(2.05) == pytest.approx(150)
 
 
-def test_a_cancelled_answer_keeps_what_had_been_played_and_takes_no_more() -> None:
+def test_a_cancelled_answer_keeps_the_played_sound_and_takes_no_more() -> None:
     pacer = Pacer()
     pacer.sent(1000, 1.0)
     assert pacer.cancel(1.25) == pytest.approx(250)
@@ -99,7 +99,7 @@ def test_a_sender_that_waits_until_a_piece_is_due_causes_no_underrun(pieces: lis
 
 
 @given(SENDS, st.lists(st.integers(0, 1000), min_size=2, max_size=10))
-def test_played_sound_never_shrinks_nor_exceeds_what_was_sent(sends: list[tuple[int, int]], looks: list[int]) -> None:
+def test_played_sound_never_shrinks_nor_exceeds_the_sent_sound(sends: list[tuple[int, int]], looks: list[int]) -> None:
     pacer, now, sent, before = Pacer(), 0.0, 0, 0.0
     for (gap, ms), look in zip(sends, looks, strict=False):
         now += gap / 1000

@@ -528,7 +528,7 @@ async def test_turns_are_answered_and_interrupt_the_answer(address: str, engine:
 # -- keys, limits and the end -----------------------------------------------------------------------------------
 
 
-async def test_a_key_is_needed_in_a_header_or_a_subprotocol(locked: str) -> None:
+async def test_a_key_is_needed_in_a_header_or_a_subprotocol(locked: str, caplog: pytest.LogCaptureFixture) -> None:
     async with connected(locked, key="another") as client:
         assert client.events[0].session.model == MODEL
     browser = ["realtime", f"openai-insecure-api-key.{KEY}", "openai-beta.realtime-v1"]
@@ -541,6 +541,7 @@ async def test_a_key_is_needed_in_a_header_or_a_subprotocol(locked: str) -> None
         {"subprotocols": ["realtime", "openai-insecure-api-key.ek_AAAA.AAAA"]},
     ):
         assert await status_of(locked, **options) == 401
+    assert not caplog.records, "refusals are no errors of the server"
     assert (
         await status_of(locked, path="/v1/realtime?model=x", additional_headers={"Authorization": f"Bearer {KEY}"})
         == 404

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import wraps
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_omni_ext.errors import CallFailed, RequestFailed, StageUnavailable, UnknownMember
+from vllm_omni_ext.errors import CallFailed, RequestError, RequestFailed, StageUnavailable, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.engine_stats import ReplicaStats
 from vllm_omni_ext.orchestrator.orchestrator import Replica
@@ -30,6 +30,13 @@ TIMEOUT_S = 600.0
 
 SLEEP, WAKE, PROFILE = "sleep_async", "wake_up_async", "profile_async"
 PAUSE, RESUME = "pause_scheduler_async", "resume_scheduler_async"
+RPC = "collective_rpc_async"
+
+DROPS_WEIGHTS = 2
+"""vLLM's sleep level after which the weights must be loaded again."""
+
+NEW_WEIGHTS = frozenset({"reload_weights", "start_weight_update", "update_weights"})
+"""Methods of vLLM's workers that replace the weights of a loaded model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,8 @@ class Calls:
         pools: one per stage, in the order of the pipeline.
         frontend: name of the stage that receives calls without targets that concern one model.
         sides: names of the prefill and the decode stage of each split stage, by the name of the split stage.
+        own_models: stages that run a model class of the plugin. Such a class computes tensors from the weights when it
+            loads them, or loads them in its own way, so that vLLM cannot replace the weights of the running model.
     """
 
     def __init__(
@@ -113,12 +122,15 @@ class Calls:
         pools: Mapping[str, StagePool],
         frontend: str,
         sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        *,
+        own_models: Collection[str] = (),
     ) -> None:
         self.share: Callable[[ReplicasSlept], Awaitable[None]]
         """Applies an operator's change (replicas sleep or wake up) in all API servers; set by `TargetedLLM`."""
         self._replicas = replicas
         self._pools = pools
         self._sides = sides
+        self._own_models = own_models
         self._frontend = frontend
         self._frontends = next((tuple(each) for each in sides.values() if frontend in each), (frontend,))
 
@@ -195,6 +207,7 @@ class Calls:
         Raises:
             UnknownMember: there is no such stage or live replica; no replica was called.
             StageUnavailable: a stage has no live replica; no replica was called.
+            RequestError: the call would replace weights that cannot be replaced; no replica was called.
         """
         return await self._send(self.resolve(targets), utility, args, timeout_s)
 
@@ -211,6 +224,7 @@ class Calls:
         Raises:
             CallFailed: a replica has failed; the error has all answers.
             StageUnavailable: there is no live replica.
+            RequestError: the call would replace weights that cannot be replaced; no replica was called.
         """
         call = _BY_UTILITY.get(utility, OperatorCall())
         replicas = self._live(self._pools) if call.every_stage else self._live_frontend()
@@ -225,6 +239,7 @@ class Calls:
     async def _send(
         self, replicas: Sequence[ReplicaId], utility: str, args: tuple[Any, ...], timeout_s: float | None
     ) -> Replies:
+        self._check_weights(replicas, utility, args)
         if utility in (SLEEP, PAUSE):  # before the call, and also if the call fails: vLLM pauses the engine first
             await self.share(ReplicasSlept(tuple(replicas), asleep=True))
         # A replica may have ended since.
@@ -236,6 +251,18 @@ class Calls:
             woken = tuple(replica for replica, reply in replies.items() if done(reply))  # fully awake ones
             await self.share(ReplicasSlept(woken, asleep=False))
         return replies
+
+    def _check_weights(self, replicas: Sequence[ReplicaId], utility: str, args: tuple[Any, ...]) -> None:
+        """Refuse a call that drops or replaces weights of a model whose weights cannot be replaced."""
+        stages = dict.fromkeys(replica.stage for replica in replicas if replica.stage in self._own_models)
+        if not stages:
+            return
+        names = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(repr, stages))}"
+        why = f"the weights of {names} cannot be loaded again without a restart"
+        if utility == SLEEP and args[0] == DROPS_WEIGHTS:
+            raise RequestError(f"sleep level 2: {why}; use level 1, or `targets` without them", parameter="level")
+        if utility == RPC and args[0] in NEW_WEIGHTS:
+            raise RequestError(f"{args[0]}: {why}", parameter="method")
 
 
 async def _call(

@@ -270,6 +270,7 @@ class ReplicaConnections:
                 self._pools[replica.stage].mark_awake(replica)
                 if (report := self.reports.get(replica)) is not None:
                     self._outdated[replica] = report.entry.load
+        self._orchestrator.pools_changed()
 
     def _mark_asleep(self, *replicas: ReplicaId) -> None:
         for replica in replicas:
@@ -387,6 +388,7 @@ class ReplicaConnections:
             self._note(view)
             for pool in self._pools.values():
                 apply_view(pool, view)
+            self._orchestrator.pools_changed()
 
     def _note(self, view: View) -> None:
         now, before = time.monotonic(), self.reports

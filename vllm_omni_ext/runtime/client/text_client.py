@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ class TextClient:
         config: vLLM config of the frontend.
         admission: starts requests.
         sides: names of the prefill and the decode stage of each split stage, by the name of the split stage.
+        own_models: stages that run a model class of the plugin (see `Calls`).
     """
 
     def __init__(
@@ -35,10 +36,13 @@ class TextClient:
         sides: Mapping[str, Sequence[str]] = MappingProxyType({}),
         *,
         admission: Admission,
+        own_models: Collection[str] = (),
     ) -> None:
         self._admission = admission
         self._orchestrator = orchestrator
-        self.calls = Calls(orchestrator.replicas, orchestrator.pools, orchestrator.frontend, sides)
+        self.calls = Calls(
+            orchestrator.replicas, orchestrator.pools, orchestrator.frontend, sides, own_models=own_models
+        )
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._handling = False
         self.resources = SimpleNamespace(engine_dead=False)  # also without a replica, because true ends the server

@@ -197,7 +197,7 @@ class HeadClient:
         return self._names.get(slot, slot)
 
     def unknown_to_head(self) -> list[ReplicaId]:
-        """Report all replicas of this process to the head; forget and return those that the head rejects.
+        """Report all replicas of this process to the head; drop and return those that the head rejects.
 
         A head rejects replicas that it has removed. A restarted head rejects all replicas of the head before it.
         """

@@ -191,12 +191,14 @@ class _Entry:
     Attributes:
         answer: the reply to the replica's `Join`, which is sent again for a repeated `Join`.
         ready: the replica has reported that it is ready.
+        present: a `Present` has arrived since the join, or since the last check of it.
     """
 
     member: Member
     host: str
     answer: Joined
     ready: bool = False
+    present: bool = False
 
 
 class Refusals:
@@ -329,8 +331,10 @@ class JoinServer:
                 return self._join(message)
             case Present(ticket=ticket) if ticket not in self._entries:
                 return Refusal(ticket=ticket, reason="this replica has not joined, or was given up")
-            case Present(ticket=ticket) if message.pid and not self._entries[ticket].ready:
-                self._ready(self._entries[ticket], message)
+            case Present(ticket=ticket):
+                self._entries[ticket].present = True
+                if message.pid and not self._entries[ticket].ready:
+                    self._ready(self._entries[ticket], message)
             case Gone(ticket=ticket) if ticket in self._entries:
                 self._end(ticket, message.reason, again=message.again, log_file=message.log)
             case Gone(ticket=ticket) if ticket in self._left:
@@ -384,12 +388,19 @@ class JoinServer:
             drain_s=self._coordination.timing.drain_s,
         )
         self._entries[message.ticket] = _Entry(member, message.host, answer)
-        self._replica_supervisor.after(
-            self._plan.config.timeouts.startup_timeout_s, lambda: self._expire(message.ticket)
-        )
+        self._expire_later(message.ticket)
         return answer
 
+    def _expire_later(self, ticket: str) -> None:
+        self._replica_supervisor.after(self._plan.config.timeouts.startup_timeout_s, partial(self._expire, ticket))
+
     def _expire(self, ticket: str) -> None:
+        """Remove a starting replica if its host sends no `Present`. The host that sends it limits the start itself."""
         entry = self._entries.get(ticket)
-        if entry is not None and not entry.ready:
-            self._end(ticket, "it has not become ready in time (timeouts.startup_timeout_s)", again=False)
+        if entry is None or entry.ready:
+            return
+        if entry.present:
+            entry.present = False
+            self._expire_later(ticket)
+        else:
+            self._end(ticket, "its host has sent nothing while it starts (timeouts.startup_timeout_s)", again=False)

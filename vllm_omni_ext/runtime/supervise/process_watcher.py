@@ -334,7 +334,7 @@ class ReplicaSupervisor(ChildSupervisor):
     def _start_replica(self, replica: ReplicaId) -> Any:
         addresses = self._users.listen(replica)
         if self._closing.is_set():
-            raise Final("it is not wanted any more")
+            raise Final("the deployment is shutting down")
         try:
             self._deployment.start_again(replica, addresses)
         except Exception as error:  # raised by vLLM or the system: no memory, no process, a missing file

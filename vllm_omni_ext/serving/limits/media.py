@@ -39,7 +39,7 @@ MOST_BYTES = 1 << 30
 """Limit of the bytes of fetched, undecoded media that an API server holds at a time."""
 
 FIELDS = {AudioMediaIO: "audio_url", VideoMediaIO: "video_url"}
-FAILED = "could not be fetched, or is not what it should be"
+FAILED = "could not be fetched, or could not be decoded"
 
 
 class Budget:

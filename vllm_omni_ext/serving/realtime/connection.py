@@ -131,7 +131,7 @@ class Connection:
         try:
             await asyncio.wait([writer, reader], return_when=asyncio.FIRST_COMPLETED)
             if not writer.done() and self._closed:
-                await writer  # what is sent before the close
+                await writer  # sends the queued events before the close
         finally:
             writer.cancel()
             reader.cancel()

@@ -282,7 +282,10 @@ class Conversation:
         return len(self._items)
 
     def find(self, item_id: str, path: str = "item_id") -> Item:
-        """Return the item with an id, which is at `path` in the client's event.
+        """Return the item of the conversation that has the id `item_id`.
+
+        Args:
+            path: path of the id in the client's event, for the error.
 
         Raises:
             ClientError: no item has this id.

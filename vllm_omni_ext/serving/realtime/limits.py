@@ -64,12 +64,18 @@ BYTES_AN_EVENT, VALUES_AN_EVENT = 64 << 10, 1000
 
 
 def weight(text: str) -> float:
-    """Return the number of events as which an event counts for `Rate`: 1 for a small event, more for a large one."""
+    """Return the number of events as which one event counts for `Rate`.
+
+    It is 1, plus 1 for every `BYTES_AN_EVENT` characters, plus 1 for every `VALUES_AN_EVENT` values.
+
+    Args:
+        text: JSON text of the event.
+    """
     return 1 + len(text) / BYTES_AN_EVENT + values(text) / VALUES_AN_EVENT
 
 
 def values(text: str) -> int:
-    """Return the number of opening brackets and commas of an event."""
+    """Return the number of opening brackets and commas in the JSON text of an event, an estimate of its JSON values."""
     return text.count(",") + text.count("[") + text.count("{")
 
 

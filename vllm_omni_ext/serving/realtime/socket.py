@@ -23,6 +23,7 @@ from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.metrics import REALTIME_SESSIONS
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.serving.chat import METRICS
+from vllm_omni_ext.serving.keys import route_path
 from vllm_omni_ext.serving.options import check
 from vllm_omni_ext.serving.realtime import settings
 from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
@@ -264,7 +265,7 @@ class RealtimeKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request or handshake."""
-        if scope["type"] == "websocket" and scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) == PATH:
+        if scope["type"] == "websocket" and route_path(scope) == PATH:
             scope = await self._with_key(scope, receive, send) or {}
             if not scope:
                 return
