@@ -234,6 +234,7 @@ def wav(sound: np.ndarray) -> str:
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_the_example_passes_its_own_test_and_all_its_names_exist(environment: dict[str, str]) -> None:
     words = [sys.executable, "-m", "vllm_omni_ext.plugins.names"]
     output = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300).stdout

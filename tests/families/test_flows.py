@@ -142,9 +142,9 @@ def plain(work: Work) -> Iterator[Reply | None]:
 @pytest.mark.parametrize(
     ("fault", "wrong"),
     [
-        ("silent", "undisturbed: .*has not ended"),
-        ("forgetful", "kill of denoiser at step 0: .*has not ended"),
-        ("deaf", "refuse of denoiser at step 0: .*has not ended"),
+        ("silent", "undisturbed: .*have not ended"),
+        ("forgetful", "kill of denoiser at step 0: .*have not ended"),
+        ("deaf", "refuse of denoiser at step 0: .*have not ended"),
         ("changes its answer", "kill of denoiser at step .* instead of"),
     ],
 )

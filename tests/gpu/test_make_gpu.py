@@ -125,7 +125,7 @@ def test_a_part_that_takes_too_long_is_ended_with_its_processes(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.extended)], ids=str)
 def test_a_part_ends_with_the_program(number: signal.Signals, tmp_path: Path) -> None:
     pid, script = tmp_path / "pid", tmp_path / "part.py"
     script.write_text(

@@ -146,6 +146,7 @@ def test_the_largest_picture_is_that_of_vllms_encoder_budget() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_the_encoder_holds_the_counted_bytes(tmp_path: Path) -> None:
     """By running vLLM's encoder on two pictures; the program describes attention and rotation on CUDA."""
     program = Path(__file__).parents[1] / "support" / "encoder_peak.py"

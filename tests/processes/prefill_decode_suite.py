@@ -196,7 +196,7 @@ def test_aborted_requests_leave_nothing(pair: Any) -> None:
 
 def under_load(omni: Any, oracle: Oracle, expected: Mapping[str, Golden], victim: str) -> None:
     """Kill a replica while it has requests; every answer equals Transformers', and the replica restarts."""
-    names, replica = [*EIGHT, *MEDIA] * 2, ReplicaId.parse(victim)
+    names, replica = [*EIGHT, *MEDIA], ReplicaId.parse(victim)
     processes, pools = omni._deployment.processes, omni._omni.orchestrator.pools
     killed = processes()[replica].pid
     with ThreadPoolExecutor(1) as thread:

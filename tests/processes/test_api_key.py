@@ -160,7 +160,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [pytest.param("bench", marks=pytest.mark.extended), "speech"])
 def test_commands_send_the_key_of_their_environment(
     server: Server, real_vocab: Path, tmp_path: Path, name: str
 ) -> None:

@@ -76,7 +76,7 @@ RANGE = 60
 """Ports of `port_range`."""
 
 AT_ONCE = 8
-BODIES = [body(f"Tell me about number {number}.", 20, 40) for number in range(16)]
+BODIES = [body(f"Tell me about number {number}.", 20, 40) for number in range(10)]
 EACH, FEWER, RAW = 500, 5, 20
 """Messages of each kind for each port of the members, the step between those for every port, and raw connections."""
 

@@ -297,6 +297,7 @@ def test_frames_of_others_go_on_while_a_chunk_of_hidden_states_is_delayed(tiny: 
         assert nothing_is_held(omni)
 
 
+@pytest.mark.extended
 def test_answers_stay_the_same_when_a_talker_and_a_thinker_die(twofold: Any) -> None:
     """The first talker and the last thinker: the first thinker keeps hidden states that the dead talker had open."""
     conversations, lengths = [HEARD, SEEN] * 3, {"text": 150, "frames": 200}

@@ -120,18 +120,19 @@ def reply(client: openai.OpenAI) -> Any:
 
 @pytest.fixture(scope="module")
 def traffic(client: openai.OpenAI, server: Server, reply: Any) -> Series:
-    """The metrics after: text, two spoken answers (one before), two refused, one that was left before it spoke."""
+    """The metrics after: text, two spoken answers (one streamed), two refused, one that was left before it spoke."""
     client.chat.completions.create(**ASK, modalities=["text"], extra_body={"ignore_eos": True})
-    client.chat.completions.create(**ASK, modalities=["text", "audio"], extra_body=BODY)
+    sound = {"voice": "ethan", "format": "pcm16"}
+    list(client.chat.completions.create(
+        **ASK, modalities=["text", "audio"], stream=True, audio=sound, extra_body=BODY
+    ))  # fmt: skip
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**ASK, modalities=["smell"])
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=MODEL, messages=3)
     endless = {**ASK, "max_completion_tokens": 1500, "modalities": ["text", "audio"]}
     silent = {"ignore_eos": True, "chunks": {"text": "all"}}
-    stream = client.chat.completions.create(
-        **endless, stream=True, audio={"voice": "ethan", "format": "pcm16"}, extra_body=silent
-    )
+    stream = client.chat.completions.create(**endless, stream=True, audio=sound, extra_body=silent)
     next(stream)
     assert until(lambda: load(server) > 0)
     stream.close()

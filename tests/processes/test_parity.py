@@ -251,7 +251,7 @@ MINUTE = 750
 @pytest.mark.parametrize(
     "chunks",
     [
-        pytest.param(None, id="default"),
+        pytest.param(None, id="default", marks=pytest.mark.extended),
         pytest.param(SCHEDULES["one by one"], id="each", marks=pytest.mark.extended),
         pytest.param(SCHEDULES["off"], id="off", marks=pytest.mark.extended),
     ],

@@ -34,12 +34,12 @@ PROMPTS = [
     [user("word " * 100)],
 ]
 GREEDY = {
-    "thinker": SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
-    "talker": SamplingParams(temperature=0, repetition_penalty=1.05, min_tokens=200, max_tokens=250),
+    "thinker": SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
+    "talker": SamplingParams(temperature=0, repetition_penalty=1.05, min_tokens=100, max_tokens=120),
 }
 SEEDED = {
-    "thinker": SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=150, ignore_eos=True),
-    "talker": SamplingParams(temperature=0.9, top_k=50, seed=5, min_tokens=200, max_tokens=250),
+    "thinker": SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=80, ignore_eos=True),
+    "talker": SamplingParams(temperature=0.9, top_k=50, seed=5, min_tokens=100, max_tokens=120),
 }
 UNDER_WAY = 20
 BUSY_WITHIN_S, BACK_WITHIN_S, ANSWER_S = 20.0, 60.0, 120.0
@@ -143,7 +143,10 @@ def test_answers_equal_the_oracles_through_all_replicas(
     assert twofold._omni.orchestrator.held() == 0
 
 
-@pytest.mark.parametrize("stage", ["talker", "code2wav", "thinker"])
+@pytest.mark.parametrize(
+    "stage",
+    ["talker", *(pytest.param(each, marks=pytest.mark.extended) for each in ("code2wav", "thinker"))],
+)
 def test_no_request_is_lost_when_a_replica_dies(stage: str, twofold: Any, undisturbed: list[Any]) -> None:
     got: list[Any] = []
     asking = threading.Thread(target=lambda: got.extend(answers(twofold)))

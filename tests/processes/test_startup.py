@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,11 +15,11 @@ import pytest
 from openai import OpenAI
 from vllm import LLM
 
-from examples.server import Server, command, free_port
+from examples.server import Program, Server, command, free_port
 from tests.support.cluster import until
 from vllm_omni_ext.runtime.launch.progress import Progress
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
+pytestmark = pytest.mark.engine
 
 FAIL_S = 120
 
@@ -37,6 +35,7 @@ def says_ready(log: Path) -> bool:
     return until(lambda: any(line.startswith("ready:") for line in said(log)))
 
 
+@pytest.mark.usefixtures("new_processes")
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_the_terminal_has_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
     terminal, logs = tmp_path / "terminal", tmp_path / "logs"
@@ -80,19 +79,18 @@ def test_each_replica_reports_its_states(tiny: Path, monkeypatch: pytest.MonkeyP
     assert states == {f"{stage}/0": ["loading weights", "warming up"] for stage in ("thinker", "talker", "code2wav")}
 
 
-def run(words: Sequence[str], output: Path) -> int:
-    with output.open("wb") as log:
-        return subprocess.run(
-            [*command(), "serve", *words], stdout=log, stderr=subprocess.STDOUT, timeout=FAIL_S, check=False
-        ).returncode
-
-
 def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
     """The talker finds no weights of the configured kind: one error, with its last lines."""
     output = tmp_path / "terminal"
     broken = '{"talker": {"load_format": "sharded_state"}}'
     flags = ["--omni", "--port", str(free_port()), "--max-model-len", "2048", "--stage-overrides", broken]
-    assert run([str(tiny), *flags], output) == 1
+    program = Program([*command(), "serve", str(tiny), *flags], output)
+    program.start()
+    try:
+        assert until(lambda: program.status() is not None, FAIL_S)
+        assert program.status() == 1
+    finally:
+        program.stop()
     error = next(line for line in said(output) if line.startswith("error"))
     assert re.match(r"error: talker/0 did not start: its process ended with exit code 1 while starting; the end", error)
     tail = output.read_text().partition(error)[2]
@@ -106,6 +104,7 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("new_processes")
 def test_api_servers_use_replicas_that_start_after_them(tiny: Path, tmp_path: Path) -> None:
     """API servers are started before most replicas have a process, and receive these later."""
     terminal = tmp_path / "terminal"
