@@ -45,6 +45,7 @@ def environment(package: Path) -> dict[str, str]:
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_the_example_is_listed_and_passes_its_own_test(package: Path, environment: dict[str, str]) -> None:
     words = [sys.executable, "-m", "vllm_omni_ext", "doctor"]
     output = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300).stdout

@@ -15,7 +15,7 @@ from vllm_omni_ext.connectors.base import MIB, ConnectorConfig, ConnectorError
 from vllm_omni_ext.connectors.conformance import EDGE, PATIENCE_S, Child, consume, eventually
 from vllm_omni_ext.connectors.registry import connector
 
-WAVES, WAVE, CHUNKS, ROWS = 50, 20, 4, 3000
+WAVES, WAVE, CHUNKS, ROWS = 30, 20, 4, 3000
 KILLING = 0.4
 """Part of the waves in which a process is killed."""
 

@@ -18,7 +18,7 @@ from tests.families.oracles import SAMPLE_RATE, spoken
 from tests.families.serving import chat, chat_body, client, during, events, served, settled
 from tests.support.cluster import ANSWER_S, MODEL, all_up, get, kill, overrides, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.extended]
 
 TEXT = "one stage, text in and sound out"
 LONG = "all work and no play " * 45

@@ -62,7 +62,7 @@ PATIENT = {"transfer_timeout_s": 60.0}
 
 SPLIT = json.dumps({"thinker": {"prefill_decode": PATIENT}})
 STAGE_CONFIG = ["--stage-config", "qwen3_omni_pd"]
-MEDIA = ["audio", "image", "video", "two_images_and_audio", "media_in_an_earlier_turn", "long_media_prompt"]
+MEDIA = ["audio", "video", "media_in_an_earlier_turn", "long_media_prompt"]
 ALL = 5
 """Replicas: one of each side, talker, code2wav, and the one that joins."""
 

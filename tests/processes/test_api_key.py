@@ -28,11 +28,11 @@ QUESTION: list[Any] = [{"role": "user", "content": "Tell me about the moon"}]
 
 
 @pytest.fixture(scope="module")
-def server(real_vocab: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("api_key") / "server.log"
     flags = ["--served-model-name", MODEL, "--max-model-len", "1024", "--api-key", KEY]
     flags += ["--omni-batch-dir", str(log.parent / "batches")]
-    with Server(real_vocab, log, flags) as running:
+    with Server(tiny, log, flags) as running:
         yield running
 
 
@@ -161,10 +161,8 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param("bench", marks=pytest.mark.extended), "speech"])
-def test_commands_send_the_key_of_their_environment(
-    server: Server, real_vocab: Path, tmp_path: Path, name: str
-) -> None:
-    more = ["--port", str(server.port), "--tokenizer", str(real_vocab)]
+def test_commands_send_the_key_of_their_environment(server: Server, tiny: Path, tmp_path: Path, name: str) -> None:
+    more = ["--port", str(server.port), "--tokenizer", str(tiny)]
     if name == "speech":
         more = ["--url", server.base_url, "--file", str(tmp_path / "speech.wav")]
     ran = subprocess.run(

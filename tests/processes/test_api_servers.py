@@ -56,7 +56,7 @@ pytestmark = pytest.mark.engine
 AT_ONCE = 8
 BODIES = [body(f"What is number {number}?", 30, 40) for number in range(12)]
 STORIES = [body(f"Tell me a story of number {number}.", 100, 200) for number in range(4)]
-LONG = [body(f"Tell me a long story of number {number}.", 100, 500) for number in range(1, 4)]
+LONG = [body(f"Tell me a long story of number {number}.", 100, 500) for number in range(1, 3)]
 
 ENDLESS = body("Never stop.", 7000, 4000)
 LENGTH = ["--served-model-name", MODEL, "--max-model-len", "8192"]
@@ -222,6 +222,7 @@ def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory, port: int) -> Iter
     """Two API servers before two replicas of each stage, and others may join."""
     flags = ["--stage-config", "qwen3_omni_replicas", *overrides(thinker={"replicas": 2}), "--api-server-count", "2"]
     flags += ["-oma", HOST, "-omp", str(port), "--omni-heartbeat-timeout", str(TIMEOUT_S)]
+    flags += ["--shutdown-timeout", str(DRAIN_S)]
     with Server(tiny, tmp_path_factory.mktemp("two") / "log", [*LENGTH, *flags]) as started:
         assert until(lambda: all_up(started, 6))
         yield started
@@ -369,17 +370,31 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
     assert len(numbers) == len(dict(numbers)) == 7, "the API servers agree on the number of each replica"
 
 
-def test_an_api_server_and_then_the_head_are_killed(two: Server) -> None:
+def test_sigterm_lets_running_requests_end(two: Server) -> None:
     """Last of this server."""
-    processes = two.processes()
-    os.kill(pids(two)[1], signal.SIGKILL)
-    os.kill(two.pid, signal.SIGKILL)
+    exact = ask_all(two, LONG, AT_ONCE)
+    log = two.log.read_text()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        waiting = [Caller(two, which) for which in range(2)]
+        asked = ask_through(threads, [Caller(two, which) for which in range(2)], LONG)
+        processes, told = two.processes(), time.monotonic()
+        os.kill(two.pid, signal.SIGTERM)
+        assert until(lambda: f"have {DRAIN_S} s" in two.log.read_text()[len(log) :])
+
+        def refused(caller: Caller) -> bool:
+            answer = caller.http.post("/chat/completions", json=BODIES[0])
+            return answer.status_code == REFUSED and "shutting down" in answer.text
+
+        assert all(until(lambda caller=caller: refused(caller), ENDED_S) for caller in waiting)
+        assert not any(future.done() for future, _ in asked), "they are long enough"
+        assert [future.result() for future, _ in asked] == exact
     assert ended(two, processes)
+    assert two.status() == 0 and time.monotonic() - told < DRAIN_S
 
 
 @pytest.fixture(scope="module")
 def three(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--api-server-count", "3", "--shutdown-timeout", str(DRAIN_S)]
+    flags = ["--api-server-count", "3"]
     with Server(tiny, tmp_path_factory.mktemp("three") / "log", [*LENGTH, *flags]) as started:
         yield started
 
@@ -391,26 +406,13 @@ def test_three_serve(three: Server, oracle: Oracle, expected: dict[str, Golden])
     check_parity(three, oracle, expected, CASES)
 
 
-def test_sigterm_lets_running_requests_end(three: Server) -> None:
+@pytest.mark.extended
+def test_an_api_server_and_then_the_head_are_killed(three: Server) -> None:
     """Last of this server."""
-    exact = ask_all(three, LONG, AT_ONCE)
-    log = three.log.read_text()
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        waiting = [Caller(three, which) for which in range(3)]
-        asked = ask_through(threads, [Caller(three, which) for which in range(3)], LONG)
-        processes, told = three.processes(), time.monotonic()
-        os.kill(three.pid, signal.SIGTERM)
-        assert until(lambda: f"have {DRAIN_S} s" in three.log.read_text()[len(log) :])
-
-        def refused(caller: Caller) -> bool:
-            answer = caller.http.post("/chat/completions", json=BODIES[0])
-            return answer.status_code == REFUSED and "shutting down" in answer.text
-
-        assert all(until(lambda caller=caller: refused(caller), ENDED_S) for caller in waiting)
-        assert not any(future.done() for future, _ in asked), "they are long enough"
-        assert [future.result() for future, _ in asked] == exact
+    processes = three.processes()
+    os.kill(pids(three)[1], signal.SIGKILL)
+    os.kill(three.pid, signal.SIGKILL)
     assert ended(three, processes)
-    assert three.status() == 0 and time.monotonic() - told < DRAIN_S
 
 
 @pytest.mark.extended

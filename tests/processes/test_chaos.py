@@ -38,11 +38,11 @@ from tests.support.media import audio, image, openai_messages
 
 pytestmark = pytest.mark.engine
 
-REQUESTS, AT_ONCE = 40, 8
-WORDS, FRAMES, SAMPLED_FRAMES = 60, 90, 24
+REQUESTS, AT_ONCE = 32, 8
+WORDS, FRAMES, SAMPLED_FRAMES = 40, 60, 24
 TIMEOUT_S = 2
 COORDINATOR = "coordinator"
-AFTER = {5: "talker", 12: "code2wav", 19: "thinker", 26: COORDINATOR}
+AFTER = {4: "talker", 10: "code2wav", 16: "thinker", 22: COORDINATOR}
 """The process to kill after so many answers."""
 
 KEPT_ALIVE = 8

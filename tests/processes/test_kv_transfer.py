@@ -16,7 +16,8 @@ TIMEOUT_S = 3000
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("connector", ["mooncake", pytest.param("nixl", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("connector", SUITES)
 def test_blocks_reach_decode_or_decode_computes_them(connector: str, pytestconfig: pytest.Config) -> None:
     needs(f"library {CONNECTORS[connector].module}", "isolation")
     suite = Path(__file__).with_name(SUITES[connector])

@@ -161,6 +161,7 @@ def test_without_a_restart_a_killed_code2wav_and_thinker_fail_their_requests(tin
         assert not server.stop()
 
 
+@pytest.mark.extended
 def test_totals_do_not_decrease_when_the_only_api_server_is_killed(recovering: Server) -> None:
     got = [ask(recovering, LONG)]
     before = scrape(recovering)
