@@ -23,7 +23,7 @@ from tests.support.pace import pace
 pytestmark = pytest.mark.engine
 
 LIMIT_S = 6.0
-REQUESTS = 12
+REQUESTS = 8
 
 
 def hang_next_step(*_: Any) -> None:

@@ -145,41 +145,6 @@ def run(script: Path, *arguments: Path, timeout_s: float, **variables: str) -> s
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
-OPEN_AND_CLOSE = """
-import json, os, sys, tempfile
-import psutil
-from vllm import LLM
-
-def here():
-    return set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
-
-if __name__ == "__main__":
-    before = here()
-    llm = LLM(sys.argv[1], omni=True, max_model_len=512)
-    (output,) = llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
-    running = len(psutil.Process().children(recursive=True))
-    llm.close()
-    llm.close()
-    after = here()
-    left = [process.name() for process in psutil.Process().children(recursive=True)]
-    facts = {"error": str(output.error or ""), "running": running, "left": left,
-             "shared": sorted(after[0] - before[0]), "temporary": sorted(after[1] - before[1])}
-    print("FACTS", json.dumps(facts))
-"""
-
-
-def test_closing_leaves_no_process_and_no_file(tiny: Path, tmp_path: Path) -> None:
-    script = tmp_path / "open_and_close.py"
-    script.write_text(OPEN_AND_CLOSE)
-    with tempfile.TemporaryDirectory() as folder:  # short: sockets have their paths in it
-        done = run(script, tiny, timeout_s=300, TMPDIR=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert os.listdir(folder) == []
-    facts = json.loads(done.stdout.partition("FACTS")[2])
-    assert facts.pop("running") >= 3
-    assert facts == {"error": "", "left": [], "shared": [], "temporary": []}
-
-
 NEVER_CLOSED = """
 import sys, weakref
 
@@ -222,11 +187,26 @@ def test_a_program_that_never_closes_ends_silently(tmp_path: Path) -> None:
     assert "is gone" not in done.stderr
 
 
-ENDED = """
-import sys, threading
+PROGRAM = """
+import json, os, sys, tempfile, threading
+import psutil
 from vllm import LLM
 
+def here():
+    return set(os.listdir("/dev/shm")), set(os.listdir(tempfile.gettempdir()))
+
 if __name__ == "__main__":
+    before = here()
+    llm = LLM(sys.argv[1], omni=True, max_model_len=512)
+    (output,) = llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)
+    running = len(psutil.Process().children(recursive=True))
+    llm.close()
+    llm.close()
+    after = here()
+    left = [process.name() for process in psutil.Process().children(recursive=True)]
+    facts = {"error": str(output.error or ""), "running": running, "left": left,
+             "shared": sorted(after[0] - before[0]), "temporary": sorted(after[1] - before[1])}
+    print("FACTS", json.dumps(facts), flush=True)
     made = []
     maker = threading.Thread(target=lambda: made.append(LLM(sys.argv[1], omni=True, max_model_len=512)))
     maker.start()
@@ -237,18 +217,25 @@ if __name__ == "__main__":
 """
 
 
-def test_replicas_end_with_a_program_that_is_killed(tiny: Path, tmp_path: Path) -> None:
-    """They outlive the thread that started them."""
-    (tmp_path / "ended.py").write_text(ENDED)
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "ended.py", tiny], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as program:
-        lines = iter(program.stdout or ())
-        line = next(line for line in lines if line.startswith("PIDS"))
-        replicas = [psutil.Process(int(pid)) for pid in line.split()[1:]]
-        assert len(replicas) == 3 and all(map(alive, replicas))
-        program.kill()
-    assert until(lambda: not any(map(alive, replicas)), 10)
+def test_closing_leaves_no_process_and_no_file_and_replicas_end_with_a_killed_program(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """One program for both: importing vLLM takes seconds. The replicas outlive the thread that started them."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with tempfile.TemporaryDirectory() as folder:  # short: sockets have their paths in it
+        words, environment = [sys.executable, tmp_path / "program.py", tiny], {**os.environ, "TMPDIR": folder}
+        with subprocess.Popen(
+            words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as program:
+            lines = iter(program.stdout or ())
+            facts = json.loads(next(line for line in lines if line.startswith("FACTS")).removeprefix("FACTS"))
+            assert facts.pop("running") >= 3
+            assert facts == {"error": "", "left": [], "shared": [], "temporary": []}
+            line = next(line for line in lines if line.startswith("PIDS"))
+            replicas = [psutil.Process(int(pid)) for pid in line.split()[1:]]
+            assert len(replicas) == 3 and all(map(alive, replicas))
+            program.kill()
+        assert until(lambda: not any(map(alive, replicas)), 10)
 
 
 def test_request_fields_are_keywords(omni: Any) -> None:
