@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.pace import pace
 from vllm_omni_ext.lifeline import die_with_parent, end_processes, how_it_ended, leave_interrupts_to_parent
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")]
@@ -108,8 +109,8 @@ def test_processes_are_killed_after_one_common_limit() -> None:
         running = FORK.Event()
         processes.append(FORK.Process(target=target, args=(running,), daemon=True))
         processes[-1].start()
-        assert running.wait(5)
+        assert running.wait(30)
     began = time.monotonic()
     end_processes(processes, 1.0)
-    assert 1.0 <= time.monotonic() - began < 2.0
+    assert 1.0 <= time.monotonic() - began < 2.0 * pace()
     assert [process.exitcode for process in processes] == [-signal.SIGKILL, 5, -signal.SIGKILL]

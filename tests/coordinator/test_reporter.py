@@ -81,7 +81,7 @@ def test_starting_and_stopping_do_not_wait_for_a_coordinator() -> None:
     for call in (one.stop, one.stop):
         call()
     Reporter(NOWHERE, ME, PROOF, Load, interval_s=60.0).stop()
-    assert time.monotonic() - since < 1.0
+    assert time.monotonic() - since < 10.0
     with pytest.raises(OmniError, match="'nowhere' is no address of a coordinator: Invalid argument"):
         Reporter("nowhere", ME, PROOF, Load, interval_s=60.0)
 

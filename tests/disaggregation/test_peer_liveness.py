@@ -18,7 +18,7 @@ socket = zmq.Context().socket(zmq.ROUTER)
 print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
 socket.recv()
 """
-SOON_S = 3.0
+SOON_S = 30.0
 
 
 @pytest.mark.engine

@@ -173,7 +173,7 @@ def test_closing_a_connection_with_an_unsent_message_does_not_block() -> None:
     before, began = threading.enumerate(), time.monotonic()
     try:
         StockReplica(ReplicaId("talker", 0), client).close()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
         (ending,) = [each for each in threading.enumerate() if each.name == "end-zmq" and each not in before]
         assert ending.daemon and ending.is_alive(), "it waits for the message, as garbage collection would"
     finally:

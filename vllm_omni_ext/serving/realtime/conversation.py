@@ -300,11 +300,6 @@ class Conversation:
         at = self._index(item)
         return self._items[at - 1].id if at else None
 
-    @property
-    def last_id(self) -> str | None:
-        """Id of the last item; None: the conversation is empty."""
-        return self._items[-1].id if self._items else None
-
     def check(self, item: Item) -> None:
         """Check that an item can be added.
 
