@@ -475,8 +475,7 @@ class OmniLLM(TargetedOfflineLLM):
             loop, self._loop = self._loop, None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(self._disconnect(), loop).result()
-            for call in wait(list(self._calls), CLOSE_S).not_done:
-                call.cancel()
+            wait(list(self._calls), CLOSE_S)
             # The loop is closed, not only stopped: vLLM's finalizers would let a stopped loop close their sockets, and
             # it would never do so.
             loop.call_soon_threadsafe(loop.stop)
@@ -567,7 +566,7 @@ class _Frontend:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
-        if tasks := asyncio.all_tasks(loop):  # otherwise Python warns of tasks that were destroyed
+        if tasks := asyncio.all_tasks(loop):  # calls of other threads, which wait for these tasks
             for task in tasks:
                 task.cancel()
             loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_S))

@@ -215,7 +215,7 @@ class StreamingDiT:
                 solved = self._solve(solver, [states[i] for i in members], blocks, ends)
                 for i, done in zip(members, solved, strict=True):
                     found[i] += [block.value[: block.length] for block in done]
-        return [pieces[-1] if len(pieces) < 3 else torch.cat(pieces) for pieces in found]
+        return [torch.cat(pieces) for pieces in found]
 
     def _passes(
         self, codes: Sequence[Tensor], states: Sequence[DiTState], lasts: Sequence[bool]

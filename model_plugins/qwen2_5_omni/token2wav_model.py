@@ -33,7 +33,6 @@ class UtteranceStreams(PartStreams):
     def __init__(self, token2wav: Token2Wav, *, idle_s: float, most: int) -> None:
         super().__init__(idle_s=idle_s, most=most)
         self._token2wav = token2wav
-        self._evaluations = most * EVALUATIONS
 
     def _open(self, header: PartHeader) -> UtteranceState:
         try:
@@ -45,7 +44,7 @@ class UtteranceStreams(PartStreams):
         if params.seed is None:
             raise ValueError("payload: the first part of an utterance has a seed")
         held = sum(stream.state.dit.solver.evaluations for stream in self._streams.values())
-        if solver.evaluations > EVALUATIONS and held + solver.evaluations > self._evaluations:
+        if solver.evaluations > EVALUATIONS and held + solver.evaluations > self._most * EVALUATIONS:
             default = Solver().num_steps
             raise NoRoom(f"num_steps: {params.num_steps} need memory that other answers have; use {default}, or wait")
         return self._token2wav.new_state(opened.speaker, params.seed, solver)

@@ -19,8 +19,8 @@ class ReplicaIdentity(Struct, frozen=True, kw_only=True):
     """The name of a replica (stage and index), and the settings that its process receives from its parent.
 
     Attributes:
-        parent: process id of the parent; the replica ends when the parent's thread that started it ends. None: the
-            replica ends with `program`, or with no other process.
+        parent: process id of the parent; the replica ends when the parent's thread that started it ends. None: the end
+            of a parent does not end the replica.
         program: process id of a user's program, any thread of which may have started the replica; the replica ends when
             the program ends. None: no user's program has started it.
         epoch: distinguishes this process from earlier processes of the same replica name.
