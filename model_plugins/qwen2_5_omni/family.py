@@ -20,6 +20,7 @@ THINKER = StageSpec(
         "speculative_config": None,
     },
     cuda_defaults={"max_num_seqs": 128, "max_num_batched_tokens": _STEP_TOKENS},
+    splittable=True,
     cpu_kv_bytes=256 << 20,
     gpu_share=0.6,
 )

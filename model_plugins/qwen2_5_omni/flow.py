@@ -21,7 +21,7 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.voice import TOKEN2WAV, UtteranceS
 from vllm_omni_ext.model_plugins.qwen_omni.hidden_states import HiddenStates
 from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Fail, Finished, Forward, Open, Produced, Recompute
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
-from vllm_omni_ext.wire.stage_input import OPEN_END, HiddenStatesRef
+from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
 THINKER, TALKER = "thinker", "talker"
 MOST_RECOMPUTATIONS = 3
@@ -114,6 +114,7 @@ class SpeechFlow:
         self._spoken = False  # the talker has ended
         self._announced: HiddenStatesRef | None = None
         self._recomputations = 0
+        self._recomputing = False  # the thinker has got a `Recompute`, whose end is not reported
 
     def begin(self) -> list[Action]:
         """Forward the client's request, and open the talker with its prompt except the last position."""
@@ -152,7 +153,7 @@ class SpeechFlow:
             return [self._silence(TOO_SHORT), Finished()]
         # The last token is never an input of the thinker, so it has no hidden state.
         spoken = len(self._tokens) - 1 if self._complete else len(self._tokens)
-        if not (self._computing or self._recomputations or self._with_hidden_states(spoken) == spoken):
+        if not (self._computing or self._recomputing or self._with_hidden_states(spoken) == spoken):
             return self._recompute("the thinker has exported too few of them")
         if not self._closed:
             usable = max(self._written, self._with_hidden_states(spoken))
@@ -170,7 +171,7 @@ class SpeechFlow:
 
     def _extend_talker(self) -> list[Action]:
         if not self._opened:
-            return [self._open_talker()] if self._given else []
+            return [self._open_talker()] if self._given and self._hidden.ref is not None else []
         before, was_ended = self._sent, self._ended
         self._take_stock()
         if self._sent == before and self._ended == was_ended:
@@ -237,13 +238,18 @@ class SpeechFlow:
         """Return the actions that restart a talker which could not read the thinker's hidden states.
 
         The talker reads another copy of the hidden states if there is one. Otherwise the replica that stored them was
-        lost. If the thinker has not ended, it has been restarted on another replica and exports all hidden states
-        again. If the thinker has ended, it computes prompt and reply again in one prefill.
+        lost. If the thinker has ended, it computes prompt and reply again in one prefill. If it has not ended, it has
+        been restarted on another replica and exports all hidden states again; or only its prefill replica was lost,
+        and the second computation begins at the reply's end. The talker is opened with the first of them: until then
+        it gets no input, for which its stage would wait `chunk_timeout_s` at most.
         """
         assert self._announced is not None
         self._hidden.lose(self._announced)
         if self._hidden.count >= len(self._speech.prompt) + len(self._given):
             return [self._open_talker()]
+        if self._computing and self._hidden.ref is None:
+            self._opened = False
+            return []
         return [self._open_talker(), *([] if self._computing else self._recompute(reason))]
 
     def _recompute(self, reason: str) -> list[Action]:
@@ -253,7 +259,8 @@ class SpeechFlow:
         return [self._again()]
 
     def _again(self) -> Action:
-        return Recompute(THINKER, tokens=tuple(self._tokens))
+        self._recomputing = True
+        return Recompute(THINKER, tokens=tuple(self._tokens[:-1]))  # the reply has ended: its last token is no input
 
     def _on_talker(self, event: Produced) -> list[Action]:
         done = self._spoken = event.finish is not None
@@ -316,4 +323,4 @@ class ReadAloudFlow(SpeechFlow):
     def _again(self) -> Action:
         self._computing = True
         prompt = [*self._speech.prompt, *self._tokens[:-1]]
-        return Open(stage=THINKER, prompt=prompt, export=((0, OPEN_END),))
+        return Open(stage=THINKER, prompt=prompt, export=((0, len(prompt)),))

@@ -33,7 +33,7 @@ from vllm_omni_ext.model_plugins.qwen_omni.requests import (
 )
 from vllm_omni_ext.plugins.flow import ForwardFlow
 from vllm_omni_ext.plugins.runtime import Planned, Rendered, RequestOptions, RuntimeContext
-from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
+from vllm_omni_ext.wire.stage_input import EXPORT, EXPORTED, OPEN_END
 
 OPENAI_VOICES = {
     **dict.fromkeys(("alloy", "ballad", "coral", "fable", "marin", "nova", "sage", "shimmer"), "chelsie"),
@@ -106,7 +106,7 @@ class Qwen2_5OmniRuntime(SpeakingRuntime):
         return Planned(
             flow=SpeechFlow(speech, text=text, frames=frames, text_too=TEXT in options.modalities),
             budgets={TALKER: budget},
-            frontend_args={EXPORT: [[0, OPEN_END]]},
+            frontend_args={EXPORT: [[0, OPEN_END]], EXPORTED: 0},
             skip_prefix_cache=True,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady
 from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 
@@ -9,7 +11,8 @@ from vllm_omni_ext.wire.stage_input import HiddenStatesRef
 class HiddenStates:
     """Stores the locations of one request's exported hidden states; the request's flow sends one to the talker.
 
-    After a failover there can be several locations: the new thinker replica exports a second copy.
+    After a failover there can be several locations: the new thinker replica exports a second copy. With prefill and
+    decode replicas, the hidden states of the prompt and those of the reply have different locations.
 
     Args:
         expected: number of hidden states that the talker needs.
@@ -17,13 +20,24 @@ class HiddenStates:
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self._places: dict[tuple[str, str], HiddenStatesRef] = {}
+        self._places: dict[tuple[str, str], HiddenStatesRef] = {}  # without `before`
         self._lost: set[tuple[str, str]] = set()
 
     @property
     def ref(self) -> HiddenStatesRef | None:
-        """The location with the most hidden states, the latest among locations with equal numbers; None without one."""
-        return max(reversed(self._places.values()), key=lambda ref: ref.count, default=None)
+        """The location with the most hidden states, the latest among locations with equal numbers; None without one.
+
+        A location whose first hidden states are nowhere is not returned.
+        """
+        complete: dict[int, HiddenStatesRef] = {}  # by `start`, the location with the most hidden states
+        for place in sorted(self._places.values(), key=lambda ref: ref.start):
+            ref: HiddenStatesRef | None = place
+            if place.start:
+                before = next((each for each in complete.values() if place.start <= each.count), None)
+                ref = None if before is None else msgspec.structs.replace(place, before=before)
+            if ref is not None and (place.start not in complete or complete[place.start].count <= ref.count):
+                complete[place.start] = ref
+        return max(reversed(complete.values()), key=lambda ref: ref.count, default=None)
 
     @property
     def count(self) -> int:
@@ -44,13 +58,19 @@ class HiddenStates:
         place = ready.source, ready.name
         if place in self._lost:
             return
-        known = self._places[place].count if place in self._places else 0
+        known = self._places[place].count if place in self._places else ready.start
         if ready.first != known:
             raise ValueError(f"multimodal hidden states {known} to {ready.first} are missing")
-        self._places[place] = HiddenStatesRef(source=ready.source, name=ready.name, count=known + ready.count)
+        self._places[place] = HiddenStatesRef(
+            source=ready.source, name=ready.name, count=known + ready.count, start=ready.start
+        )
 
     def lose(self, ref: HiddenStatesRef) -> None:
-        """Remove a location whose hidden states the talker could not read; later chunks at the location are ignored."""
-        place = ref.source, ref.name
-        self._lost.add(place)
-        self._places.pop(place, None)
+        """Remove a location whose hidden states the talker could not read; later chunks at the location are ignored.
+
+        If the location continues another one (`HiddenStatesRef.before`), both are removed.
+        """
+        for each, _ in ref.places():
+            place = each.source, each.name
+            self._lost.add(place)
+            self._places.pop(place, None)

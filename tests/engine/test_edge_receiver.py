@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -149,13 +150,66 @@ def test_a_late_reply_of_the_old_source_is_dropped(world: World) -> None:
     assert world.replies.freed.get(timeout=PATIENCE_S) == ("old", "old/r")
 
 
+def split(count: int, start: int, decode: str = "decode", before: HiddenStatesRef | None = None) -> HiddenStatesRef:
+    """Hidden states of a prefill replica, and from `start` on of a decode replica."""
+    first = HiddenStatesRef(source="prefill", name="prefill/r", count=start) if before is None else before
+    return HiddenStatesRef(source=decode, name=f"{decode}/r", count=count, start=start, before=first)
+
+
+def test_hidden_states_of_two_sources_arrive_in_order(world: World) -> None:
+    """The second source is read when all of the first has arrived, also if it was announced before."""
+    world.replies.open["prefill"] = threading.Event()
+    world.announce("r", 3, "prefill")
+    world.receiver.announce("r", split(4, 3))
+    world.receiver.announce("r", split(5, 3))
+    world.announce("next", 1, "decode")
+    assert world.numbers() == ("next", 1, [0.0])
+    world.replies.open["prefill"].set()
+    assert world.numbers() == ("r", 3, [0.0, 1.0, 2.0])
+    assert world.numbers() == ("r", 5, [0.0, 1.0])
+    world.receiver.announce("r", split(6, 3))
+    assert world.numbers() == ("r", 6, [2.0])
+    assert world.replies.freed.empty()
+    world.receiver.forget("r")
+    freed = {world.replies.freed.get(timeout=PATIENCE_S) for _ in range(2)}
+    assert freed == {("prefill", "prefill/r"), ("decode", "decode/r")}
+
+
+@pytest.mark.parametrize("read", [0, 3, 5])
+def test_two_sources_after_a_failover_continue_at_what_has_arrived(world: World, read: int) -> None:
+    """The new prefill replica has exported prompt and reply so far, the new decode replica what follows."""
+    if read:
+        world.receiver.announce("r", split(read, 3))
+        for _ in range(1 + (read > 3)):
+            world.take()
+    again = HiddenStatesRef(source="other", name="other/r", count=6)
+    world.receiver.announce("r", again)
+    world.receiver.announce("r", split(8, 6, "last", again))
+    assert world.numbers() == ("r", 6, [float(i) for i in range(read, 6)])
+    assert world.numbers() == ("r", 8, [0.0, 1.0])
+    world.receiver.forget("r")
+    freed = {world.replies.freed.get(timeout=PATIENCE_S) for _ in range(4 if read else 2)}
+    assert {("other", "other/r"), ("last", "last/r")} <= freed
+
+
+def test_a_location_that_is_used_again_delivers_nothing_twice(world: World) -> None:
+    world.announce("r", 2, "prefill")
+    assert world.numbers() == ("r", 2, [0.0, 1.0])
+    world.receiver.announce("r", split(5, 2))
+    assert world.numbers() == ("r", 5, [0.0, 1.0, 2.0])
+    world.announce("r", 6, "prefill")
+    assert world.numbers() == ("r", 6, [5.0])
+
+
 @pytest.mark.parametrize("error", [ProducerLost("gone"), ValueError("no address"), KeyError("a bug")], ids=repr)
 def test_a_request_with_lost_hidden_states_gets_no_more(world: World, error: Exception) -> None:
     """Any error ends the request: nothing else would end its wait."""
     world.replies.errors["one"] = error
     world.announce("r", 1)
     (arrival,) = world.take()
-    assert isinstance(arrival.found, Lost) and str(error.args[0]) in arrival.found.reason and arrival.count == 1
+    assert (
+        isinstance(arrival.found, Lost) and str(error.args[0]) in arrival.found.reason and arrival.count == sys.maxsize
+    )
     world.announce("r", 2)
     world.announce("r", 4, "other")
     world.announce("next", 1, "other")

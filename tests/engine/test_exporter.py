@@ -135,6 +135,14 @@ def test_an_open_range_has_generated_positions_and_is_whole_at_any_time() -> Non
     assert seen == list(range(9))
 
 
+def test_positions_that_another_replica_exports_are_not_exported_here() -> None:
+    exporter = Exporter()
+    exporter.add("r", [(1, 3), (4, OPEN_END)], exported=5)
+    assert not exporter.due([Span("r", 0, 5)])
+    cut = exporter.cut([Span("r", 4, 3)], hidden_of(0, 4, 3))["r"]
+    assert (cut.first, cut.hidden_states[:, 1].tolist(), cut.last) == (3, [5, 6], True)
+
+
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has a request that runs and one that has ended; vLLM's part does nothing."""
@@ -150,8 +158,8 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def message(name: str, first: int = 0) -> torch.Tensor:
-    return pack(HiddenStatesChunkReady(source="s", name=name, first=first, count=1))
+def message(name: str, first: int = 0, start: int = 0) -> torch.Tensor:
+    return pack(HiddenStatesChunkReady(source="s", name=name, first=first, count=1, start=start))
 
 
 def results(*req_ids: str, tensors: list[Any] | None) -> Any:
@@ -159,7 +167,7 @@ def results(*req_ids: str, tensors: list[Any] | None) -> Any:
 
 
 def test_exports_of_aborted_requests_are_freed_once(scheduler: Any) -> None:
-    tensors = [message("a"), message("b"), message("c"), None]
+    tensors = [message("a"), message("b"), message("c", 7, start=7), None]
     scheduler.update_from_output(None, results("runs", "ended", "gone", "ended", tensors=tensors))
     assert scheduler.has_requests(), "a step follows that frees them"
     assert scheduler.schedule().orphaned == ["b", "c"]

@@ -209,6 +209,34 @@ def test_hidden_states_with_a_gap_a_repeat_or_a_failed_export_are_an_error(
         hidden.add(chunk)
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.booleans()), max_size=20))
+def test_a_location_is_returned_with_all_that_precede_it(events: list[tuple[int, int, bool]]) -> None:
+    """Each event: a location, its first hidden state if it is new, and whether the best location is lost instead."""
+    hidden, stored = HiddenStates(99), dict[str, tuple[int, int]]()
+    gone = set[str]()
+    for number, start, lose in events:
+        name = "ABCD"[number]
+        if lose and (found := hidden.ref) is not None:
+            hidden.lose(found)
+            gone |= {each.source for each, _ in found.places()}
+        elif name not in gone:
+            begin, end = stored.get(name, (start, start))
+            hidden.add(HiddenStatesChunkReady(source=name, name="r", first=end, count=1, start=begin))
+            stored[name] = begin, end + 1
+        left = {name: at for name, at in stored.items() if name not in gone}
+        reached = 0
+        while (further := max((end for begin, end in left.values() if begin <= reached), default=0)) > reached:
+            reached = further
+        assert hidden.count == reached
+        if (best := hidden.ref) is not None:
+            position = 0
+            for each, end in best.places():
+                begin, stop = left[each.source]
+                assert begin == each.start <= position < end <= stop
+                position = end
+            assert position == best.count
+
+
 def lost(reason: str = "it is gone") -> Produced:
     return Produced(TALKER, (), StageError(reason), "error")
 

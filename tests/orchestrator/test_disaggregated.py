@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope, can_be_split, prompt_request
 from vllm_omni_ext.orchestrator.messages import SendKVRelease, SendPrompt
 from vllm_omni_ext.orchestrator.router import Pair
-from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
+from vllm_omni_ext.wire.stage_input import EXPORT, EXPORTED, OPEN_END
 
 STEPS = TOKENS + 6
 """Rounds of all engines that a request takes at least: two for its prompt."""
@@ -393,6 +394,7 @@ def asked(**params: Any) -> Any:
         ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, 1]]}}, True),
         ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, 3]]}}, True),
         ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, OPEN_END]]}}, False),
+        ({"skip_reading_prefix_cache": True, "extra_args": {EXPORT: [[0, OPEN_END]], EXPORTED: 0}}, True),
     ],
 )
 def test_parameters_and_length_decide_if_a_prompt_can_be_split(params: dict[str, Any], split: bool) -> None:
@@ -401,6 +403,20 @@ def test_parameters_and_length_decide_if_a_prompt_can_be_split(params: dict[str,
     for prompt in ([1], None):
         request.prompt_token_ids = prompt
         assert not can_be_split(request)
+
+
+def test_hidden_states_of_the_prompt_are_exported_by_prefill_and_later_ones_by_decode() -> None:
+    for ranges, decode in (([[0, 2]], {}), ([[0, OPEN_END]], {EXPORT: [[0, OPEN_END]], EXPORTED: 5})):
+        given = {EXPORT: ranges, EXPORTED: 0}
+        request = asked(skip_reading_prefix_cache=True, extra_args=given)
+        send = partial(SendPrompt, D0, "r", "r", request=request, tokens=(7, 8))
+        first = prompt_request(send(side="prefill")).sampling_params
+        then = prompt_request(send(side="decode", kv={"a": 1})).sampling_params
+        assert first is not None and then is not None and first.extra_args is not None
+        assert {key: value for key, value in first.extra_args.items() if key != KEY} == given
+        assert first.skip_reading_prefix_cache and not then.skip_reading_prefix_cache
+        later = {key: value for key, value in then.extra_args.items() if key in (EXPORT, EXPORTED)}  # type: ignore[union-attr]
+        assert later == decode or (not decode and EXPORT not in later)
 
 
 def test_requests_share_a_scope_of_caches_if_salt_and_adapter_are_equal() -> None:

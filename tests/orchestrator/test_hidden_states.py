@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, prompt_re
 from vllm_omni_ext.orchestrator.messages import SendOpen, SendPrompt
 from vllm_omni_ext.plugins.flow import Action, Finished, Open, Produced, Recompute
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, pack
-from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
+from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END, HiddenStatesRef
 
 READY = HiddenStatesChunkReady(source="tcp://a", name="0/r", first=0, count=3)
 LOST = pack(StageError("lost"))
@@ -31,7 +32,8 @@ def speaks(event: Produced) -> list[Action]:
     """Opens the voice at the first token; done when it has spoken, or at the token 5."""
     if event.stage == "voice":
         return [Recompute("text")] if isinstance(event.payload, StageError) else [Finished()]
-    return [Finished()] if 5 in event.tokens else [Open(stage="voice", prompt=[0])] if event.tokens else []
+    opened = Open(stage="voice", prompt=[0], hidden_states=HiddenStatesRef(source="tcp://a", name="0/r", count=3))
+    return [Finished()] if 5 in event.tokens else [opened] if event.tokens else []
 
 
 async def start(made: Bench) -> str:
@@ -46,6 +48,33 @@ async def test_the_consumer_frees_hidden_states_that_it_took() -> None:
     await made.produce("voice", "r", 1, end="stop")
     await settle()
     assert made.of("text/0").calls == []
+
+
+async def test_hidden_states_of_which_no_consumer_has_the_location_are_freed() -> None:
+    """Two replicas have exported them: the consumer frees one copy only."""
+    made = Bench(speaks, text=2)
+    await start(made)
+    await made.produce("text", "r", 1, tensor=ready())
+    holder = made.replica_of("text", "r")
+    assert holder is not None
+    await made.orchestrator.replica_down(holder, "killed")
+    other = f"text/{1 - holder.index}"
+    again = msgspec.structs.replace(READY, source="tcp://b", name="9/r")
+    await made.produce("text", "r", 1, tensor=pack(again))
+    await made.produce("voice", "r", 1, end="stop")
+    await settle()
+    assert ("collective_rpc_async", "forget_hidden_states", None, (["9/r"],)) in made.of(other).calls
+
+
+async def test_the_late_output_of_a_stopped_text_frees_nothing_that_is_read() -> None:
+    made = Bench(speaks)
+    ticket = await start(made)
+    await made.produce("text", "r", 1, tensor=ready())
+    await made.orchestrator.text_stopped([ticket])
+    assert not await made.orchestrator.produced(ReplicaId("text", 0), output("r", 2, tensor=ready()))
+    await settle()
+    assert made.of("text/0").calls == []
+    await end(made, ticket)
 
 
 async def test_hidden_states_taken_by_a_dead_consumer_are_freed() -> None:
@@ -120,8 +149,11 @@ def test_recomputing_a_prompt_generates_one_token() -> None:
     assert text.sampling_params.max_tokens == 50 and (text.request_id, again.request_id) == ("r", "r/again/0")
 
 
-def test_recomputing_a_prompt_with_its_answer() -> None:
+@pytest.mark.parametrize("limit", [50, 2])
+def test_recomputing_a_prompt_with_its_answer(limit: int) -> None:
+    """Also if the answer has all tokens that the request allows."""
     text = text_request("r")
+    text.sampling_params = SamplingParams(max_tokens=limit)
     prompt = list(text.prompt_token_ids or ())
     send = SendPrompt(ReplicaId("text", 0), "r", "r/again/0", request=text, recompute=True, tokens=(7, 8))
     again = prompt_request(send)

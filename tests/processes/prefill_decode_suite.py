@@ -24,6 +24,7 @@ from tests.support.cluster import until
 from tests.support.oracle import Golden, Oracle
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.model_plugins.qwen3_omni.family import THINKER
+from vllm_omni_ext.plugins.spec import StageSpec
 from vllm_omni_ext.runtime.supervise import process_watcher
 
 PREFILL, DECODE = "thinker.prefill", "thinker.decode"
@@ -47,7 +48,7 @@ def environment() -> Iterator[None]:
         yield
 
 
-def started(model: Path, transfers: Mapping[str, Any] = PATIENT, **settings: Any) -> Any:
+def started(model: Path, transfers: Mapping[str, Any] = PATIENT, thinker: StageSpec = THINKER, **settings: Any) -> Any:
     """One replica of each side."""
     from vllm import LLM
 
@@ -55,8 +56,9 @@ def started(model: Path, transfers: Mapping[str, Any] = PATIENT, **settings: Any
     size = {"max_model_len": MAX_LEN, "max_num_batched_tokens": STEP_TOKENS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_watcher, "RESTART_BACKOFF_S", 0.1)
-        patch.setitem(THINKER.engine, "worker_cls", "tests.support.kv_probe.ProbeWorker")
-        patch.setitem(THINKER.engine, "scheduler_cls", "tests.support.kv_probe.probe_scheduler")
+        probe = "ProbeWorker2_5" if "qwen2_5" in thinker.engine["worker_cls"] else "ProbeWorker"
+        patch.setitem(thinker.engine, "worker_cls", f"tests.support.kv_probe.{probe}")
+        patch.setitem(thinker.engine, "scheduler_cls", "tests.support.kv_probe.probe_scheduler")
         return LLM(str(model), omni=True, stage_overrides={"thinker": split}, **size, **settings)
 
 

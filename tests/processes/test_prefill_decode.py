@@ -13,11 +13,12 @@ from vllm_omni_ext.disaggregation.parameters import CONNECTORS
 SUITES = {
     "prefill_decode_suite.py": "mooncake",
     "prefill_decode_bagel_suite.py": "mooncake",
+    "prefill_decode_qwen2_5_suite.py": "mooncake",
     "prefill_decode_server_suite.py": "mooncake",
     "prefill_decode_nixl_suite.py": "nixl",
     "prefill_decode_ranks_suite.py": "mooncake",
 }
-EXTENDED = ("prefill_decode_nixl_suite.py", "prefill_decode_ranks_suite.py")
+EXTENDED = ("prefill_decode_nixl_suite.py", "prefill_decode_qwen2_5_suite.py", "prefill_decode_ranks_suite.py")
 TIMEOUT_S = 3000
 """For machines that other programs keep busy."""
 

@@ -18,17 +18,19 @@ import soundfile
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
-from examples.server import Server
+from examples.server import HOST, Server
 from tests.processes.test_parity import CASES, SCHEDULES, TOLERANCE, Case, check, heard, prompt, user
 from tests.processes.test_realtime import MANUAL, talking, tone
 from tests.support import goldens
 from tests.support.cluster import (
     LARGEST_DIFFERENCE,
     LENGTH,
+    Headless,
     all_up,
     ask,
     ask_all,
     body,
+    free_ports,
     idle,
     kill,
     overrides,
@@ -221,10 +223,9 @@ def test_a_text_read_out_equals_transformers(text: str, omni: Any, oracle: Oracl
     assert omni._omni.orchestrator.held() == 0
 
 
-# -- a server with two replicas of each stage ------------------------------------------------------------------
-
 STAGES = ("thinker", "talker", "token2wav")
 REQUESTS, AT_ONCE, WORDS, CODES = 16, 4, 40, 60
+PORTS, UP_S = 3, 180.0
 AFTER = {3: "talker", 7: "token2wav", 11: "thinker"}
 """The stage of which a busy replica is killed after so many answers."""
 
@@ -238,8 +239,15 @@ DEFAULTS = {
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    two = overrides(**{stage: {"replicas": 2, "params": DEFAULTS[stage]} for stage in STAGES})
-    with Server(checkpoint, tmp_path_factory.mktemp("server") / "log", [*LENGTH, *two]) as running:
+    logs, port = tmp_path_factory.mktemp("server"), free_ports(PORTS)
+    replicas = {**dict.fromkeys(STAGES, 2), "talker": 1}
+    two = overrides(**{stage: {"replicas": replicas[stage], "params": DEFAULTS[stage]} for stage in STAGES})
+    words = ["--api-server-count", "2", "-oma", HOST, "-omp", str(port)]
+    with (
+        Server(checkpoint, logs / "log", [*LENGTH, *two, *words]) as running,
+        Headless(checkpoint, logs / "talker", "talker", port),
+    ):
+        assert until(lambda: all_up(running, 6), UP_S)
         yield running
 
 

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_omni_ext.engine.scheduler import export_scheduler
 from vllm_omni_ext.engine.worker import StageWorker
 from vllm_omni_ext.model_plugins.bagel.stages.scheduler import picture_scheduler
+from vllm_omni_ext.model_plugins.qwen2_5_omni.thinker_worker import ThinkerWorker as ThinkerWorker2_5
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import ThinkerWorker
 
 _schedulers: list[Any] = []
@@ -58,3 +59,7 @@ class StageProbe(StageWorker):
 
 class ProbeWorker(StageProbe, ThinkerWorker):
     """The same for the thinker."""
+
+
+class ProbeWorker2_5(StageProbe, ThinkerWorker2_5):
+    """The same for Qwen2.5-Omni's thinker."""

@@ -9,6 +9,7 @@ not reply delays only requests of that source.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -42,7 +43,8 @@ class Arrival:
 
     Attributes:
         count: number of the request's hidden states, from the first one on, that are read or lost by now. It exceeds
-            the announced count if that ends within a chunk.
+            the announced count if that ends within a chunk. After a failed read, all later ones are lost too:
+            `sys.maxsize`.
         found: the hidden states [n, width] that follow those of the request's earlier arrivals, in host memory; `Lost`
             if the read has failed.
     """
@@ -58,17 +60,34 @@ class _Reading:
 
     Attributes:
         name: the request's name in the source's connector.
-        skip: number of leading hidden states that an earlier source has delivered already.
-        announced: number of hidden states that were announced; written by the engine's thread.
-        chunks, seen: number of chunks, and of hidden states, that were read; written by the source's thread.
+        seen: number of the request's hidden states up to the last one that was read; written by the source's thread.
+        announced: number of the request's hidden states that the source was ordered to read; written by the engine's
+            thread.
+        chunks: number of chunks that were read; written by the source's thread.
     """
 
     req_id: str
     name: str
-    skip: int
+    seen: int
     announced: int = 0
     chunks: int = 0
-    seen: int = 0
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request with announced hidden states; used by the engine's thread only.
+
+    Attributes:
+        ref: the last announced location.
+        received: number of hidden states that were read.
+        readings: (source, reading) by (address of the source, name).
+        lost: a read has failed.
+    """
+
+    ref: HiddenStatesRef
+    received: int = 0
+    readings: dict[tuple[str, str], tuple[_Source, _Reading]] = field(default_factory=dict)
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,15 @@ class _Read:
     reading: _Reading
     count: int
     announced_at: float
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The result of a read: a request's hidden states from index `first` on, or a failure."""
+
+    reading: _Reading
+    first: int
+    found: torch.Tensor | Lost
 
 
 _Order: TypeAlias = _Read | str | None
@@ -90,7 +118,7 @@ class _Source:
     Attributes:
         address: address of the source's producer (see `connectors.base`).
         open_consumer: creates the connector's consumer.
-        arrived: called in this thread after each read, with the request, `Arrival.count` and `Arrival.found`.
+        arrived: called in this thread with the result of each read.
         readings: number of requests that read from the source; used by the engine's thread only.
         orders: commands from the engine's thread.
     """
@@ -98,7 +126,7 @@ class _Source:
     address: str
     open_consumer: Callable[[], Consumer]
     timeout_s: float
-    arrived: Callable[[_Reading, int, torch.Tensor | Lost], None]
+    arrived: Callable[[_Result], None]
     readings: int = 0
     orders: SimpleQueue[_Order] = field(default_factory=SimpleQueue)
 
@@ -112,8 +140,8 @@ class _Source:
             if isinstance(order, _Read):
                 if order.count <= order.reading.seen:  # an earlier count ended within a chunk
                     continue
-                found = self._found(order)
-                self.arrived(order.reading, max(order.count, order.reading.seen), found)
+                first, found = order.reading.seen, self._found(order)
+                self.arrived(_Result(order.reading, first, found))
                 continue
             try:
                 self._open().forget(self.address, order)
@@ -144,7 +172,7 @@ class _Source:
             left = max(0.0, deadline - time.monotonic())
             chunk = self._open().get(self.address, reading.name, reading.chunks, left)
             self._replied_at = time.monotonic()
-            pieces.append(chunk[max(0, reading.skip - reading.seen) :])
+            pieces.append(chunk)
             reading.chunks += 1
             reading.seen += chunk.shape[0]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -168,10 +196,8 @@ class EdgeReceiver:
         self._settings = settings
         self._timeout_s = timeout_s
         self._wake = wake
-        self._results: deque[tuple[_Reading, int, torch.Tensor | Lost]] = deque()
-        self._readings: dict[str, tuple[_Source, _Reading]] = {}
-        self._received: dict[str, int] = {}  # hidden states that were read, by request
-        self._lost: set[str] = set()
+        self._results: deque[_Result] = deque()
+        self._requests: dict[str, _Request] = {}
         self._sources: OrderedDict[str, _Source] = OrderedDict()  # by time of the last use
 
     def announce(self, req_id: str, ref: HiddenStatesRef) -> None:
@@ -180,17 +206,27 @@ class EdgeReceiver:
         After a failover of the storing stage, `ref.source` is another replica. Hidden states that have arrived from the
         old replica are not returned a second time. After a `Lost`, further announcements of the request are ignored,
         because the request ends with an error.
+
+        Hidden states with several locations (`HiddenStatesRef.before`) are read from one location after the other.
         """
-        known = self._readings.get(req_id)
-        if known is None or (known[0].address, known[1].name) != (ref.source, ref.name):
-            if known is not None:
-                self._end(*known)
-            skip = self._received.setdefault(req_id, 0)
-            known = self._readings[req_id] = self._source(ref.source), _Reading(req_id, ref.name, skip, skip)
-        source, reading = known
-        if ref.count > reading.announced and req_id not in self._lost:
-            reading.announced = ref.count
-            source.orders.put(_Read(reading, ref.count, time.monotonic()))
+        request = self._requests.setdefault(req_id, _Request(ref))
+        request.ref = ref
+        places = {(each.source, each.name): each.start for each, _ in ref.places()}
+        for place in request.readings.keys() - places:
+            self._end(*request.readings.pop(place))
+        for place, start in places.items():
+            if place not in request.readings:
+                request.readings[place] = self._source(place[0]), _Reading(req_id, place[1], seen=start)
+        self._read(request)
+
+    def _read(self, request: _Request) -> None:
+        """Begin to read from the location that has the next hidden states of the request."""
+        following = (each for each in request.ref.places() if each[1] > request.received)
+        place, end = next(following, (request.ref, 0))
+        source, reading = request.readings[place.source, place.name]
+        if end > reading.announced and not request.lost:
+            reading.announced = end
+            source.orders.put(_Read(reading, end, time.monotonic()))
 
     def arrivals(self) -> list[Arrival]:
         """Return the results of the reads that have ended since the last call, each request's in prompt order.
@@ -199,28 +235,31 @@ class EdgeReceiver:
         """
         found = []
         while self._results:
-            reading, count, result = self._results.popleft()
-            known = self._readings.get(reading.req_id)
-            if known is None or known[1] is not reading or reading.req_id in self._lost:
-                continue  # it has ended, has another source, or is lost
-            if isinstance(result, Lost):
-                self._lost.add(reading.req_id)
-            else:
-                self._received[reading.req_id] += result.shape[0]
-            found.append(Arrival(reading.req_id, count, result))
+            result = self._results.popleft()
+            req_id = result.reading.req_id
+            request = self._requests.get(req_id)
+            known = () if request is None or request.lost else request.readings.values()
+            if request is None or all(each is not result.reading for _, each in known):
+                continue  # it has ended, is lost, or has another source
+            if isinstance(result.found, Lost):
+                request.lost = True
+                found.append(Arrival(req_id, sys.maxsize, result.found))
+                continue
+            if (new := result.found[max(0, request.received - result.first) :]).shape[0]:
+                request.received += new.shape[0]
+                found.append(Arrival(req_id, request.received, new))
+            self._read(request)
         return found
 
     def forget(self, req_id: str) -> None:
         """Drop a request that has ended, and free its hidden states at their source. Unknown ids are ignored."""
-        known = self._readings.pop(req_id, None)
-        if known is not None:
-            self._received.pop(req_id)
-            self._lost.discard(req_id)
-            self._end(*known)
+        if (request := self._requests.pop(req_id, None)) is not None:
+            for reading in request.readings.values():
+                self._end(*reading)
 
     def held(self) -> int:
         """Return the number of unfinished requests for which hidden states were announced."""
-        return len(self._readings)
+        return len(self._requests)
 
     def close(self) -> None:
         """End the threads of all sources, each after its queued commands. Does not wait for their ends."""
@@ -244,6 +283,6 @@ class EdgeReceiver:
         source.readings -= 1
         source.orders.put(reading.name)
 
-    def _arrived(self, reading: _Reading, count: int, found: torch.Tensor | Lost) -> None:
-        self._results.append((reading, count, found))
+    def _arrived(self, result: _Result) -> None:
+        self._results.append(result)
         self._wake()

@@ -29,9 +29,17 @@ unique."""
 
 @dataclass
 class _Sent:
-    """A request in an `EdgeSender`: its name in the connector, the count of its chunks, and whether all are stored."""
+    """A request in an `EdgeSender`.
+
+    Attributes:
+        name: its name in the connector.
+        start: index of its first hidden state here, among all that are exported for it.
+        chunks: number of its chunks.
+        whole: all its hidden states are stored.
+    """
 
     name: str
+    start: int
     chunks: int = 0
     whole: bool = False
 
@@ -63,8 +71,8 @@ class EdgeSender:
         """
         sent = self._sent.get(req_id)
         if sent is None:  # a request id may be reused, a producer's name may not
-            sent = self._sent[req_id] = _Sent(f"{next(self._numbers)}/{req_id[-MOST_OF_ID:]}")
-        source = ""
+            sent = self._sent[req_id] = _Sent(f"{next(self._numbers)}/{req_id[-MOST_OF_ID:]}", cut.first)
+        source, count, failed = "", cut.hidden_states.shape[0], ""
         try:
             source = self._open().address
             rows = cut.hidden_states.clone() if borrowed and self._open().keeps_tensors else cut.hidden_states
@@ -72,10 +80,13 @@ class EdgeSender:
         except Forgotten:
             return None
         except (ConnectorError, ValueError) as error:  # no space, or no address to listen on
-            return HiddenStatesChunkReady(source=source, name=sent.name, first=cut.first, count=0, failed=str(error))
-        sent.chunks += 1
-        sent.whole = cut.last
-        return HiddenStatesChunkReady(source=source, name=sent.name, first=cut.first, count=cut.hidden_states.shape[0])
+            count, failed = 0, str(error)
+        else:
+            sent.chunks += 1
+            sent.whole = cut.last
+        return HiddenStatesChunkReady(
+            source=source, name=sent.name, first=cut.first, count=count, failed=failed, start=sent.start
+        )
 
     def ended(self, req_id: str) -> None:
         """Remove a request that has ended in this stage. Unknown ids are ignored.

@@ -62,15 +62,18 @@ class Exporter:
         self._open: dict[str, _Export] = {}
         self.steps = 0
 
-    def add(self, req_id: str, ranges: Sequence[tuple[int, int]]) -> None:
+    def add(self, req_id: str, ranges: Sequence[tuple[int, int]], exported: int = 0) -> None:
         """Register a request that exports the hidden states of positions [start, stop); without ranges do nothing.
 
         A request that is added again after a preemption keeps its progress.
+
+        Args:
+            exported: number of leading positions that another replica exports.
         """
         requested = tuple(sorted(ranges))
         export = self._open.get(req_id)
         if requested and (export is None or export.ranges != requested):
-            self._open[req_id] = _Export(requested)
+            self._open[req_id] = _Export(requested, exported)
 
     def drop(self, req_id: str) -> bool:
         """Remove a request; return whether it was known (most requests export nothing)."""

@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from vllm_omni_ext.config.schema import OUTGOING
 from vllm_omni_ext.connectors.base import ConnectorConfig
 from vllm_omni_ext.engine.input_provider import scheduled_starts
-from vllm_omni_ext.wire.stage_input import export_ranges
+from vllm_omni_ext.wire.stage_input import export_ranges, exported_before
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Positions [start, stop), ascending."""
@@ -196,10 +196,10 @@ class KeptExports(Scheduler):
         self._exports: dict[str, RequestBlocks] = {}
 
     def add_request(self, request: Request) -> None:
-        """Add a request, and record the blocks of its prompt whose hidden states are exported."""
-        params = request.sampling_params
-        ranges = tuple(sorted(export_ranges(params.extra_args))) if params is not None else ()
-        if ranges:
+        """Add a request, and record the blocks of its prompt whose hidden states are exported here."""
+        extra = None if request.sampling_params is None else request.sampling_params.extra_args
+        ranges = tuple(sorted(export_ranges(extra)))
+        if ranges and exported_before(extra) < request.num_prompt_tokens:
             hashes = request.block_hashes[: request.num_prompt_tokens // self.block_size]
             self._exports[request.request_id] = RequestBlocks(ranges, hashes, self.block_size)
         super().add_request(request)

@@ -368,7 +368,7 @@ class OrphanedExports(Scheduler):
                 message = unpack(tensor)
                 # After the first chunk the API server has the name, and frees the hidden states itself: another stage
                 # may still read them if the request has ended before an output that was scheduled ahead.
-                if isinstance(message, HiddenStatesChunkReady) and message.first == 0:
+                if isinstance(message, HiddenStatesChunkReady) and message.first == message.start:
                     self._orphaned.append(message.name)
         return super().update_from_output(scheduler_output, model_runner_output)
 

@@ -40,7 +40,7 @@ from vllm_omni_ext.lifeline import SHARED, leave_interrupts_to_parent
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.wire.envelope import StageError, pack
 from vllm_omni_ext.wire.loading import report
-from vllm_omni_ext.wire.stage_input import StageInput, export_ranges, generated_before
+from vllm_omni_ext.wire.stage_input import StageInput, export_ranges, exported_before, generated_before
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -284,7 +284,8 @@ class HiddenStatesExportWorker(StageWorker):
         ended = [req_id for req_id in scheduler_output.finished_req_ids if self._exporter.drop(req_id)]
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None and new.sampling_params.extra_args:
-                self._exporter.add(new.req_id, export_ranges(new.sampling_params.extra_args))
+                extra = new.sampling_params.extra_args
+                self._exporter.add(new.req_id, export_ranges(extra), exported_before(extra))
         changes: StepChanges = getattr(scheduler_output, "kept", None) or StepChanges()
         restored = self._restore(changes)
         spans = spans_of(list(scheduler_output.num_scheduled_tokens), scheduler_output)

@@ -27,6 +27,7 @@ from vllm_omni_ext.wire.stage_input import (
     CHUNK,
     END,
     EXPORT,
+    EXPORTED,
     FILLER,
     INPUT,
     PART,
@@ -65,15 +66,16 @@ def can_be_split(request: EngineCoreRequest) -> bool:
 
     Only the engine that computes the prompt can return prompt logprobs. A request that must not read the prefix cache
     cannot use a transferred KV cache. A request that skips the prefix cache only to export hidden states can be split:
-    the prefill engine exports them. A request that also exports hidden states of its answer cannot be split: all of
-    them come from one engine.
+    the prefill engine exports those of the prompt. A request that also exports hidden states of its answer can be split
+    if its flow can use hidden states from both engines (`EXPORTED`).
     """
     params, prompt = request.sampling_params, request.prompt_token_ids
     if params is None or prompt is None or len(prompt) < SHORTEST_PROMPT or request.prompt_embeds is not None:
         return False
-    if any(stop > len(prompt) for _, stop in export_ranges(params.extra_args)):
+    extra = _extra(params)
+    if EXPORTED not in extra and any(stop > len(prompt) for _, stop in export_ranges(extra)):
         return False
-    return params.prompt_logprobs is None and (not params.skip_reading_prefix_cache or EXPORT in _extra(params))
+    return params.prompt_logprobs is None and (not params.skip_reading_prefix_cache or EXPORT in extra)
 
 
 def can_resume(request: EngineCoreRequest) -> bool:
@@ -203,9 +205,7 @@ class EngineRequests:
 
 def prompt_request(send: m.SendPrompt) -> EngineCoreRequest:
     """Return the client's request, adapted for prefill, decode or both."""
-    request = _resumed(send.request, send.tokens)
-    if send.recompute:
-        request = _recomputed(request)
+    request = (_recomputed if send.recompute else _resumed)(send.request, send.tokens)
     return _for_side(msgspec.structs.replace(request, request_id=send.engine_id), send)
 
 
@@ -236,13 +236,15 @@ def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreReq
     )
 
 
-def _recomputed(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return a request that computes the same prompt and generates one token, the fewest that vLLM allows."""
-    assert request.sampling_params is not None
+def _recomputed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreRequest:
+    """Return a request that computes the prompt with `tokens` appended, and generates one token, vLLM's minimum."""
+    assert request.sampling_params is not None and request.prompt_token_ids is not None
     params = request.sampling_params.clone()
     params.max_tokens, params.min_tokens = 1, 0
     params.logprobs = params.prompt_logprobs = params.structured_outputs = None
-    return msgspec.structs.replace(request, sampling_params=params)
+    return msgspec.structs.replace(
+        request, prompt_token_ids=[*request.prompt_token_ids, *tokens], sampling_params=params
+    )
 
 
 def _prefill(request: EngineCoreRequest) -> EngineCoreRequest:
@@ -260,12 +262,19 @@ def _prefill(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def _decode(request: EngineCoreRequest, transfer: Mapping[str, Any]) -> EngineCoreRequest:
-    """Return the request for the decode engine, which fetches the prompt's KV cache."""
-    assert request.sampling_params is not None
-    params = request.sampling_params.clone()
-    extra = {key: value for key, value in _extra(params).items() if key != EXPORT}
-    if len(extra) < len(_extra(params)):
+    """Return the request for the decode engine, which fetches the prompt's KV cache.
+
+    It exports hidden states after the prompt only.
+    """
+    assert request.sampling_params is not None and request.prompt_token_ids is not None
+    params, length = request.sampling_params.clone(), len(request.prompt_token_ids)
+    extra = dict(_extra(params))
+    if EXPORT in extra:
         params.skip_reading_prefix_cache = False
+        if any(stop > length for _, stop in export_ranges(extra)):
+            extra[EXPORTED] = length
+        else:
+            del extra[EXPORT]
     params.extra_args = {**extra, KEY: dict(transfer)}
     return msgspec.structs.replace(request, sampling_params=params)
 

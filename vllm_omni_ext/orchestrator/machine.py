@@ -149,7 +149,7 @@ class RequestMachine:
         routes = self.placement.routes.get(event.replica)
         binding = None if routes is None else routes.get(event.engine_id)
         if binding is None:  # the request has ended in the stage, or another replica has it
-            if event.hidden_states is not None:
+            if event.hidden_states is not None and not self._stored((event.replica, *event.hidden_states)):
                 self._out(m.FreeHiddenStates(event.replica, event.hidden_states[1]))
             self.router.unclaimed(event)
             return
@@ -168,6 +168,10 @@ class RequestMachine:
                 self._flow_prompt_output(binding, event)
             else:
                 self._stage_output(binding, event)
+
+    def _stored(self, place: tuple[ReplicaId, str, str]) -> bool:
+        """Return whether a request has hidden states there: of a step that began before its text was stopped."""
+        return any(place in state.hidden_states for state in self.requests.values())
 
     def _stage_output(self, binding: Binding, event: m.Output) -> None:
         state, stage, finish = binding.state, binding.stage, event.finish
@@ -303,6 +307,8 @@ class RequestMachine:
         self, state: RequestState, source: str | None, action: Forward | Open | Extend | Submit | Recompute | Close
     ) -> None:
         stage = self._planned(action.stage)
+        if isinstance(action, Open | Extend) and action.hidden_states is not None:
+            state.announced = frozenset((ref.source, ref.name) for ref, _ in action.hidden_states.places())
         if action.stage not in state.flow.stages or stage not in self.placement.pools:
             raise RequestFailed(f"the flow names stage '{action.stage}', which is none of those it may use")
         try:
@@ -518,9 +524,10 @@ class RequestMachine:
         """Free the hidden states that replicas store for a request.
 
         Args:
-            taken: a stage has read one copy, and frees it itself. If that is the only copy, nothing is sent.
+            taken: a stage has read the hidden states that were announced last, and frees them itself. If there are no
+                others, nothing is sent.
         """
-        if len(state.hidden_states) > taken:
+        if not taken or {(source, name) for _, source, name in state.hidden_states} != state.announced:
             for replica, _, name in sorted(state.hidden_states):
                 self._out(m.FreeHiddenStates(replica, name))
         state.hidden_states.clear()

@@ -46,6 +46,7 @@ class HiddenStatesChunkReady(msgspec.Struct, frozen=True, kw_only=True, array_li
         first: index of the chunk's first hidden state among all that the request exports.
         count: hidden states in the chunk.
         failed: error text if the chunk could not be put; "" if it was put.
+        start: index of the first hidden state of chunk 0; above 0 if another replica has exported those before it.
     """
 
     source: str
@@ -53,6 +54,7 @@ class HiddenStatesChunkReady(msgspec.Struct, frozen=True, kw_only=True, array_li
     first: int
     count: int
     failed: str = ""
+    start: int = 0
 
 
 Message = StageError | StageProgress | HiddenStatesChunkReady

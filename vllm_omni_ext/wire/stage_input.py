@@ -18,13 +18,17 @@ CHUNK = "omni_chunk"
 PART = "omni_part"
 EXPORT = "omni_export"
 """Ranges [start, stop) of positions of a request whose hidden states another stage needs; the last may be open."""
+EXPORTED = "omni_exported"
+"""Number of leading positions whose hidden states another replica exports. A flow sets 0 if it can use hidden states of
+one request from a prefill and a decode replica (`HiddenStatesRef.before`); the request for decode has the prompt's
+length."""
 TICKET = "omni_ticket"
 """Key with which `Admission` finds a request's options; not sent to replicas."""
 ABORT_CLIENT = "omni_forget"
 """Marks a message that makes a replica abort the requests that a dead API server sent before a given time."""
 RESUMED = "omni_resumed"
 """Number of tokens at the end of a forwarded request's prompt that a lost replica had generated."""
-RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, TICKET, ABORT_CLIENT, RESUMED})
+RESERVED = frozenset({INPUT, CHUNK, PART, EXPORT, EXPORTED, TICKET, ABORT_CLIENT, RESUMED})
 """Keys of `extra_args` that a client must not set."""
 
 KEY_POSITIONS = 16
@@ -40,12 +44,26 @@ FILLER = [0]
 """Prompt of a part without tokens: vLLM accepts no empty prompt."""
 
 
-class HiddenStatesRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of the first `count` hidden states of a request: the producer's address `source`, and their `name`."""
+class HiddenStatesRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Location of the first `count` hidden states of a request.
+
+    Attributes:
+        source: address of the producer that stores them.
+        name: name of the request at the producer.
+        start: number of hidden states that this producer does not store, since another replica has exported them.
+        before: location of the first `start` hidden states.
+    """
 
     source: str
     name: str
     count: int
+    start: int = 0
+    before: HiddenStatesRef | None = None
+
+    def places(self) -> list[tuple[HiddenStatesRef, int]]:
+        """Return the locations, and the number of hidden states up to the end of each, in the order of reading."""
+        found = [] if self.before is None else self.before.places()
+        return [*((ref, min(end, self.start)) for ref, end in found), (self, self.count)]
 
 
 class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -128,3 +146,8 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 def export_ranges(extra_args: Mapping[str, Any] | None) -> list[tuple[int, int]]:
     """Return the ranges [start, stop) whose hidden states another stage needs; empty for most requests."""
     return [(int(a), int(b)) for a, b in (extra_args or {}).get(EXPORT, ())]
+
+
+def exported_before(extra_args: Mapping[str, Any] | None) -> int:
+    """Return the number of leading positions whose hidden states another replica exports (`EXPORTED`)."""
+    return int((extra_args or {}).get(EXPORTED, 0))

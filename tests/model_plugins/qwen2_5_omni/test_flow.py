@@ -12,10 +12,9 @@ import torch
 from vllm_omni_ext.connectors.chunks import ALL, ChunkSchedule
 from vllm_omni_ext.model_plugins.qwen2_5_omni.flow import CodecIds, ReadAloudFlow, SpeechFlow, SpeechPlan
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import MEDIA, Token2WavParams, Utterance
-from vllm_omni_ext.plugins.flow import Fail, Open, Produced
+from vllm_omni_ext.plugins.flow import Fail, Open, Produced, Recompute
 from vllm_omni_ext.testing import Reply, Work, check_flow
 from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError
-from vllm_omni_ext.wire.stage_input import OPEN_END
 
 IMAGE = 9
 PROMPT = [10, IMAGE, IMAGE, 11, 12]
@@ -53,7 +52,7 @@ def thinker(work: Work) -> Iterator[Reply | None]:
     message = work.take()
     aloud = isinstance(message, Open)
     known = list(message.prompt) if aloud else [*PROMPT, *work.resumed]
-    assert not aloud or message.export == ((0, OPEN_END),)
+    assert not aloud or message.export == ((0, len(message.prompt)),)
     states = [state(i, token) for i, token in enumerate(known)]
     for start in range(0, len(states) - 2, 2):
         yield Reply(hidden_states=states[start : start + 2])
@@ -174,6 +173,44 @@ def test_a_talker_that_ends_early_gets_no_more_hidden_states() -> None:
     flow.handle(Produced("talker", (5,), None, "length"))
     assert flow.handle(Produced("thinker", (REPLY[1],))) == []
     assert flow.handle(Produced("thinker", (REPLY[2],), None, "stop")) == []
+
+
+def exported(source: str, first: int, count: int, start: int = 0) -> HiddenStatesChunkReady:
+    return HiddenStatesChunkReady(source=source, name="r", first=first, count=count, start=start)
+
+
+def lost() -> Produced:
+    return Produced("talker", (), StageError("gone"), "error")
+
+
+def test_the_talker_waits_for_nothing_while_only_the_prefill_replica_is_lost() -> None:
+    """The decode replica goes on: it exports nothing of the prompt. The talker is opened when all is computed again."""
+    size = len(PROMPT)
+    flow = SpeechFlow(speech(), text=SCHEDULES[1], frames=SCHEDULES[0])
+    flow.begin()
+    flow.handle(Produced("thinker", (), exported("prefill", 0, size)))
+    flow.handle(Produced("thinker", REPLY[:2], exported("decode", size, 1, start=size)))
+    assert flow.handle(lost()) == []
+    for number, token in enumerate(REPLY[2:-1]):
+        assert flow.handle(Produced("thinker", (token,), exported("decode", size + 1 + number, 1, start=size))) == []
+    (again,) = flow.handle(Produced("thinker", REPLY[-1:], None, "stop"))
+    assert again == Recompute("thinker", tokens=tuple(REPLY[:-1]))
+    (opened,) = flow.handle(Produced("thinker", (), exported("new", 0, size + len(REPLY) - 1)))
+    assert isinstance(opened, Open) and opened.last
+    assert opened.hidden_states is not None and opened.hidden_states.source == "new"
+
+
+def test_a_text_read_aloud_is_computed_again_after_a_second_loss() -> None:
+    flow = ReadAloudFlow(speech(), REPLY[:-1], text=SCHEDULES[0], frames=SCHEDULES[0])
+    flow.begin()
+    whole = len(PROMPT) + len(REPLY) - 1
+    for source in "ABC":
+        flow.handle(Produced("thinker", (), exported(source, 0, whole)))
+        if source != "C":
+            assert flow.handle(lost()) == [], "decode is to end first"
+        actions = flow.handle(Produced("thinker", (0,), None, "length"))
+        assert [type(action) for action in actions] == ([Open] if source != "C" else [])
+    assert flow.handle(lost())[-1].stage == "thinker"
 
 
 @pytest.mark.parametrize(("retry", "status"), [(False, 500), (True, 503)])

@@ -21,7 +21,7 @@ from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwe
 from vllm_omni_ext.model_plugins.qwen_omni.requests import MOST_SPEECH_TOKENS, ReadAloud
 from vllm_omni_ext.plugins.flow import Forward, Open, Submit
 from vllm_omni_ext.plugins.runtime import Planned, Rendered, RequestOptions, RuntimeContext
-from vllm_omni_ext.wire.stage_input import EXPORT, OPEN_END
+from vllm_omni_ext.wire.stage_input import EXPORT, EXPORTED, OPEN_END
 
 BOTH = ("text", "audio")
 LIMITS = {"thinker": 200, "talker": 100, "token2wav": 80}
@@ -103,7 +103,7 @@ def test_text_alone_exports_nothing(runtime: Qwen2_5OmniRuntime) -> None:
 def test_sound_needs_the_hidden_states_of_all_positions(runtime: Qwen2_5OmniRuntime) -> None:
     planned = runtime.plan(Rendered(prompt=PROMPT), options(fields={"voice": "ethan"}))
     assert isinstance(planned.flow, SpeechFlow) and planned.skip_prefix_cache
-    assert planned.frontend_args == {EXPORT: [[0, OPEN_END]]} and planned.budgets == {"talker": 80}
+    assert planned.frontend_args == {EXPORT: [[0, OPEN_END]], EXPORTED: 0} and planned.budgets == {"talker": 80}
     _, opened = planned.flow.begin()
     assert isinstance(opened, Open) and opened.hidden_spans == ((0, 4), (5, 6)) and opened.prompt_positions == 5
 
@@ -112,7 +112,7 @@ def test_a_text_is_read_by_all_stages(runtime: Qwen2_5OmniRuntime) -> None:
     planned = runtime.plan(Rendered(data=ReadAloud(prompt=PROMPT, reply=[7, 8])), options(modalities=("audio",)))
     thinker, talker = planned.flow.begin()
     assert isinstance(planned.flow, ReadAloudFlow) and planned.budgets == {"thinker": 1, "talker": 80}
-    assert isinstance(thinker, Open) and thinker.prompt == [*PROMPT, 7, 8] and thinker.export == ((0, OPEN_END),)
+    assert isinstance(thinker, Open) and thinker.prompt == [*PROMPT, 7, 8] and thinker.export == ((0, 6),)
     assert isinstance(talker, Open) and talker.stage == "talker"
 
 
