@@ -7,9 +7,11 @@ import io
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -44,6 +46,7 @@ from tests.support.oracle import Golden
 from tests.support.qwen2_5_oracle import Oracle
 from vllm_omni_ext.model_plugins.qwen2_5_omni.http import OPENING
 from vllm_omni_ext.model_plugins.qwen2_5_omni.messages import Token2WavParams
+from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny import config
 from vllm_omni_ext.model_plugins.qwen2_5_omni.tiny.qwen2_5_omni import write_qwen2_5_omni
 from vllm_omni_ext.model_plugins.qwen_omni.speech import rendered
 from vllm_omni_ext.plugins.runtime import RequestOptions
@@ -201,6 +204,28 @@ def test_an_adapter_of_the_thinker_changes_text_and_sound_as_in_transformers(che
             use_tqdm=False,
         )
     check(output, merged.run(case.messages, voice="Ethan", **limits))
+
+
+@pytest.mark.extended
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Thinker and talker as two processes each."""
+    from vllm import LLM
+
+    small = config.SMALL
+    even = replace(
+        small,
+        audio={**small.audio, "encoder_attention_heads": 2},
+        vision={**small.vision, "num_heads": 2},
+    )
+    with mock.patch.object(config, "SMALL", even):
+        model = write_qwen2_5_omni(tmp_path / "model")
+    divisible = Oracle(model)
+    two = {"engine": {"tensor_parallel_size": 2}}
+    cases = [CASES[name] for name in SOME]
+    with LLM(str(model), omni=True, stage_overrides={"thinker": two, "talker": two}, **LENGTHS) as omni:
+        for case, output in zip(cases, answers(omni, divisible, cases), strict=True):
+            check(output, golden(divisible, case))
+        assert omni._omni.orchestrator.held() == 0
 
 
 async def read(omni: Any, text: str, voice: str) -> tuple[np.ndarray, np.ndarray]:
