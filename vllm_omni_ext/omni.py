@@ -470,13 +470,12 @@ class AsyncOmni(TargetedLLM):
         given = (request_id,) if isinstance(request_id, str) else as_list(request_id)
         await self.orchestrator.abort(self.output_processor.abort_requests(given, internal))
 
-    async def text_only(self, request_id: str) -> None:
-        """End all outputs of a request except its text, which the frontend continues.
+    async def text_only(self, ticket: Ticket) -> None:
+        """End all outputs of a ticket's request except its text, which the frontend continues.
 
-        Args:
-            request_id: the caller's id of the request; an unknown id is ignored.
+        Not by the caller's id: several requests may have the same, which a client sets with `X-Request-Id`.
         """
-        await self.orchestrator.text_only(self.output_processor.external_req_ids.get(request_id, ()))
+        await self.orchestrator.text_only(ticket.request_ids)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Fail the requests in flight and close the connections. The processes of replicas continue to run.

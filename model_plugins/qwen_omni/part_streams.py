@@ -22,6 +22,10 @@ Answer: TypeAlias = Tensor | str | StageError
 """The result of one part: its samples, float32 [samples], or an error, as text or as a message."""
 
 
+MOST_COUNTED = 1 / 8
+"""Largest part of `idle_s` by which one call of `PartStreams.decode` can make streams older."""
+
+
 class NoRoom(ValueError):
     """The stage has no room for a stream because of other streams; a later attempt may succeed."""
 
@@ -32,7 +36,7 @@ class Stream:
 
     Attributes:
         state: the decoder's state, as `PartStreams._open` has returned it.
-        used: time of the latest part, in seconds of `PartStreams`' clock.
+        used: time of the latest part, as `PartStreams._now` counts it.
         parts: number of parts received so far.
         parked: the state is in host memory.
     """
@@ -63,13 +67,14 @@ class PartStreams(ABC):
     """Decodes the parts of all streams of an engine step in one call; a subclass defines the decoder.
 
     A stream's state is freed after its last part, after a header whose `part` is `END`, after a part out of order, and
-    when no part has arrived for `idle_s` seconds (checked in every call).
+    when no part has arrived for `idle_s` seconds (checked in every call). Of the time between two calls at most an
+    eighth of `idle_s` counts: the stage may have been asleep, and streams continue after that.
 
     More streams may be open than requests run, e.g. if the stage before has more replicas. The states of `most` streams
     are on the device. Those of the other streams, which were used least recently, are in host memory (parked).
 
     Args:
-        idle_s: seconds without a part after which a stream's state is freed.
+        idle_s: seconds without a part, while the stage decodes, after which a stream's state is freed.
         most: number of streams for whose states memory on the device is planned.
         clock: returns seconds of a monotonic clock.
     """
@@ -78,6 +83,8 @@ class PartStreams(ABC):
         self._idle_s = idle_s
         self._most = most
         self._clock = clock
+        self._called = clock()
+        self._now = 0.0
         self._streams: dict[str, Stream] = {}
 
     def __len__(self) -> int:
@@ -123,15 +130,15 @@ class PartStreams(ABC):
             for each part the samples that became final with it, `[samples]` float32, or an error. The result for a
             header whose `part` is `END` is empty.
         """
-        now = self._clock()
-        self._drop_idle(now)
+        self._count_time()
+        self._drop_idle()
         answers: list[Answer] = [""] * len(headers)
         jobs: dict[str, Job] = {}
         for i in sorted(range(len(headers)), key=lambda i: (headers[i].part == END, headers[i].part)):
             if headers[i].part == END:
                 self._streams.pop(headers[i].stream, None)
                 answers[i] = torch.empty(0)
-            elif (problem := self._enlist(i, headers[i], chunks[i], jobs, now)) is not None:
+            elif (problem := self._enlist(i, headers[i], chunks[i], jobs)) is not None:
                 answers[i] = problem
         for some in self._divided(jobs.values()):
             self._unpark([job.stream for job in some])
@@ -174,13 +181,17 @@ class PartStreams(ABC):
                 stream.parked = True
                 size -= self._size(stream.state)
 
-    def _drop_idle(self, now: float) -> None:
-        for name in [name for name, stream in self._streams.items() if now - stream.used > self._idle_s]:
+    def _count_time(self) -> None:
+        """Add the time since the last call to `_now`, but not the time of a sleep."""
+        called = self._clock()
+        self._now += min(called - self._called, self._idle_s * MOST_COUNTED)
+        self._called = called
+
+    def _drop_idle(self) -> None:
+        for name in [name for name, stream in self._streams.items() if self._now - stream.used > self._idle_s]:
             del self._streams[name]
 
-    def _enlist(
-        self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, Job], now: float
-    ) -> Answer | None:
+    def _enlist(self, i: int, header: PartHeader, chunk: Tensor | str, jobs: dict[str, Job]) -> Answer | None:
         """Add part `i` of the call to the `Job` of its stream; part 0 opens the stream.
 
         Returns:
@@ -189,7 +200,7 @@ class PartStreams(ABC):
         if header.part == 0:
             self._park(1)
             try:
-                self._streams[header.stream] = Stream(self._open(header), now)
+                self._streams[header.stream] = Stream(self._open(header), self._now)
             except ValueError as error:
                 self._streams.pop(header.stream, None)
                 return StageError(str(error), retry=isinstance(error, NoRoom))
@@ -199,7 +210,7 @@ class PartStreams(ABC):
         if isinstance(chunk, str) or header.part != stream.parts:
             del self._streams[header.stream]
             return chunk if isinstance(chunk, str) else f"part {header.part} came where {stream.parts} was due"
-        stream.parts, stream.used = header.part + 1, now
+        stream.parts, stream.used = header.part + 1, self._now
         job = job or jobs.setdefault(header.stream, Job(stream, [], []))
         job.members.append(i)
         job.chunks.append(chunk)

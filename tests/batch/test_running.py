@@ -67,7 +67,7 @@ async def test_a_line_is_sent_until_the_server_is_available(pauses: list[float])
 
 
 async def test_other_errors_are_answers(pauses: list[float]) -> None:
-    for status in (400, 404, 413, 500):
+    for status in (300, 304, 400, 404, 413, 500):
         result = await sender(lambda request, status=status: httpx.Response(status, json={"error": {}}))(job())
         assert not result.answered and result.line["response"]["status_code"] == status
     assert pauses == []
@@ -77,6 +77,29 @@ async def test_a_server_that_is_gone_ends_the_run(pauses: list[float]) -> None:
     with pytest.raises(ServerGone, match="3 attempts; the last one: status 503: busy"):
         await sender(lambda request: httpx.Response(503, text="busy"), attempts=3)(job())
     assert len(pauses) == 2
+
+
+@pytest.mark.parametrize(
+    ("location", "advice"),
+    [
+        (f"https://server{CHAT}", "write --url https://server$"),
+        (f"http://server/model{CHAT}", "write --url http://server/model$"),
+        (f"/model{CHAT}", "write --url http://server/model$"),
+        ("https://login/?next=x", "redirects to https://login/.next=x .status 308.; write the address of the server"),
+    ],
+)
+async def test_a_redirect_ends_the_run_with_the_address_to_write(
+    pauses: list[float], location: str, advice: str
+) -> None:
+    asked = []
+
+    def answers(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return httpx.Response(308, headers={"location": location}, html="moved")
+
+    with pytest.raises(ServerGone, match=advice):
+        await sender(answers, attempts=3)(job())
+    assert pauses == [] and asked == [f"http://server{CHAT}"], "not followed: the key is for this server"
 
 
 async def test_a_sound_is_sent_as_a_form() -> None:

@@ -14,6 +14,7 @@ from vllm_omni_ext.cli import plan as plan_command
 from vllm_omni_ext.cli import serve as serve_command
 from vllm_omni_ext.cli import settings
 from vllm_omni_ext.cli.args import EXPLICIT, FLAGS, REFUSED, parse_serve
+from vllm_omni_ext.cli.model import load_hf_config
 from vllm_omni_ext.cli.settings import ENGINE_FIELDS, from_cli, from_kwargs
 from vllm_omni_ext.config.schema import setting_path
 from vllm_omni_ext.errors import ConfigError
@@ -137,6 +138,59 @@ def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, t
 )
 def test_wrong_flags_are_refused_with_advice(model: str, words: list[str], message: str) -> None:
     assert error_of(model, "--omni", *words).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stage-overrides", '{"talker": {"replicas": 2}}', "--stage-overrides", "{}"], "is written twice"),
+        (["--stage-overrides", "{}", "--stage-overrides.code2wav.replicas", "2"], "is written twice"),
+        (["--stage-config", "a.yaml", "--deploy-config", "b.yaml"], "is written twice"),
+        (["--stage-config", ""], "must not be empty"),
+    ],
+)
+def test_no_stage_config_is_dropped_for_another(
+    model: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_serve([model, *words])
+    assert message in capsys.readouterr().err
+
+
+def test_dotted_overrides_are_merged(model: str) -> None:
+    words = ["--stage-overrides.code2wav.replicas", "2", "--stage-overrides.talker.replicas", "3"]
+    assert [len(stage.replicas) for stage in plan_of(model, *words).stages] == [1, 3, 2]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_the_http_server_has_no_port_of_the_head(model: str, offset: int) -> None:
+    head = ["-oma", "127.0.0.1", "-omp", "9100"]
+    assert error_of(model, *head, "--port", str(9100 + offset)).startswith(
+        f"port: {9100 + offset} is one of the head's"
+    )
+    assert plan_of(model, *head, "--port", "9103")
+
+
+def test_overrides_of_nested_configs_are_those_of_vllm(model: str) -> None:
+    nested = '{"thinker_config": {"text_config": {"max_position_embeddings": 4096}}}'
+    config = load_hf_config(model, {"hf_overrides": json.loads(nested)})
+    assert config.thinker_config.text_config.max_position_embeddings == 4096
+    assert plan_of(model, "--hf-overrides", nested)
+
+
+@pytest.mark.parametrize(("name", "value"), [("VLLM_DP_SIZE", "2"), ("VLLM_DP_RANK", "1")])
+def test_variables_for_data_parallel_ranks_are_refused(
+    model: str, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_stage = json.dumps({"talker": {"env": {name: value}}})
+    assert error_of(model, "--stage-overrides", of_a_stage).startswith(f"stages.talker.env.{name}: replicas replace")
+    monkeypatch.setenv(name, value)
+    assert error_of(model).startswith(f"{name}: replicas replace")
+
+
+def test_folders_may_begin_with_the_home_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert plan_of(model, "--omni-log-dir", "~/logs").config.log_dir == str(tmp_path / "logs")
 
 
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_a_request_whose_first_position_is_read_is_held_outside_of_the_queue(con
     ref = HiddenStatesRef(source="s", name="r", count=2)
     scheduler.add_request(request("r", INPUT, StageInput(hidden_spans=((0, 2),), hidden_states=ref)))
     assert not scheduler.has_requests() and scheduler.get_request_counts() == (0, 1)
+    assert "r" not in scheduler.requests and scheduler.has_request("r") and not scheduler.has_request("other")
     arrivals.read(0)
     assert scheduler.has_requests() and scheduler.schedule().num_scheduled_tokens == {"r": BUDGET}
 

@@ -152,7 +152,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = OrphanedExports.__new__(OrphanedExports)
     made._orphaned = []
     made.requests = {
-        "runs": SimpleNamespace(is_finished=lambda: False),
+        "runs": SimpleNamespace(is_finished=lambda: False, num_stale_output_tokens=0, drop_stale_output=True),
         "ended": SimpleNamespace(is_finished=lambda: True),
     }
     return made

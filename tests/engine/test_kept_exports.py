@@ -25,9 +25,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.schedulers import runner_output, stage_config
 from vllm_omni_ext.config.schema import OUTGOING
 from vllm_omni_ext.engine.exporter import Exporter
-from vllm_omni_ext.engine.input_provider import Span
+from vllm_omni_ext.engine.input_provider import Span, scheduled_starts
 from vllm_omni_ext.engine.kept_exports import KeptBlocks, KeptHiddenStates, RequestBlocks, StepChanges
 from vllm_omni_ext.engine.scheduler import export_scheduler
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, pack, unpack
 from vllm_omni_ext.wire.stage_input import EXPORT
 
 SIZE = 4
@@ -112,6 +113,12 @@ class World:
         assert self.kept.rows <= self.capacity
         assert sum(len(self.store.restore([slot])) for slot in self.store._pieces) <= self.capacity
 
+    def reset(self) -> None:
+        self.kept.clear()
+        for each in self.running.values():
+            self.kept.close(each.blocks)
+        self.cached.clear()
+
     def close(self, name: str) -> Running:
         each = self.running.pop(name)
         self.kept.close(each.blocks)
@@ -138,8 +145,7 @@ def test_a_request_exports_each_hidden_state_once_in_order(
     for target, action, count in actions:
         name = f"r{target}"
         if action == "reset":
-            world.kept.clear()
-            world.cached.clear()
+            world.reset()
         elif action == "evict":
             world.cached = {each for each in world.cached if len(each) > count}
         elif name in world.running and action == "preempt":
@@ -262,6 +268,66 @@ def test_a_reset_of_the_prefix_cache_frees_kept_hidden_states(
     output = scheduler.schedule()
     assert output.scheduled_new_reqs[0].num_computed_tokens == 0
     assert output.kept.free == [1, 0] and not output.kept.restore
+
+
+def test_a_block_that_was_begun_before_a_reset_is_not_kept(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hidden states from before and after the reset may be those of different weights."""
+    scheduler = scheduler_of(config, monkeypatch, mib=1)
+    for each in (request("short", [1] * 10, []), request("a", PROMPT, SPANS)):
+        scheduler.add_request(each)
+    output = scheduler.schedule()
+    assert output.kept.keep == {"a": [(32, 54, 0)]}, "the step ends within the block"
+    scheduler.update_from_output(output, runner_output(["short", "a"], [[5], []]))
+    assert scheduler.reset_prefix_cache(True) and scheduler._kept.rows == 0
+    freed, kept = [], []
+    while "a" in scheduler.requests:
+        output = scheduler.schedule()
+        freed += output.kept.free
+        kept += output.kept.keep.get("a", [])
+        names = list(output.num_scheduled_tokens)
+        done = [scheduler.requests[each].num_computed_tokens >= 100 or each == "short" for each in names]
+        scheduler.update_from_output(output, runner_output(names, [[5] if each else [] for each in done]))
+    assert freed == [0] and kept == [(64, 96, 1)]
+    assert run(scheduler, request("b", [*PROMPT, 3], SPANS))[0][:3] == ([32], 64, {})
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_reset_during_a_step_loses_no_exported_hidden_states(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """vLLM drops the output of the step; the worker does not export again what the step has exported."""
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
+    scheduler, exporter = scheduler_of(config, monkeypatch, mib=1), Exporter()
+    scheduler.add_request(request("a", PROMPT, SPANS))
+    seen: list[tuple[int, int, list[int]]] = []
+
+    def execute(output: Any) -> Any:
+        exporter.add("a", [(40, 90)])
+        names = list(output.num_scheduled_tokens)
+        span = Span("a", scheduled_starts(output)["a"], output.num_scheduled_tokens["a"])
+        cut = exporter.cut([span], torch.zeros(span.count, 2)).get("a")
+        message = cut and pack(
+            HiddenStatesChunkReady(source="s", name="0/a", first=cut.first, count=len(cut.hidden_states))
+        )
+        return runner_output(names, [[5] if span.start + span.count >= len(PROMPT) else []], [message])
+
+    def update(output: Any, results: Any) -> None:
+        for group in scheduler.update_from_output(output, results).values():
+            for each in group.outputs:
+                if each.pooling_output is not None:
+                    ready = unpack(each.pooling_output)
+                    seen.append((ready.first, ready.count, each.new_token_ids))
+
+    for _ in range(before):
+        update(output := scheduler.schedule(), execute(output))
+    output = scheduler.schedule()
+    results = execute(output)
+    assert scheduler.reset_prefix_cache(True)
+    update(output, results)
+    while "a" in scheduler.requests:
+        update(output := scheduler.schedule(), execute(output))
+    assert seen == [(0, 24, []), (24, 26, [] if before else [5])]
+    assert not scheduler._orphaned
 
 
 def test_an_engine_without_prefix_cache_keeps_nothing(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,15 +121,31 @@ def test_an_end_header_frees_the_stream_with_its_parts_of_the_same_step(streams:
 def test_an_idle_stream_is_freed(streams: VocoderStreams, clock: SimpleNamespace) -> None:
     frames = codes(4)
     streams.decode([header("a", 0, False), header("b", 0, False)], [frames[:1], frames[:1]])
-    clock.now = IDLE_S
-    streams.decode([header("a", 1, False)], [frames[1:2]])
+    for clock.now in range(1, int(IDLE_S) + 1):
+        streams.decode([header("a", clock.now, False)], [frames[:0]])
     assert len(streams) == 2
     clock.now = IDLE_S + 1
-    (a,) = streams.decode([header("a", 2, True)], [frames[2:]])
+    (a,) = streams.decode([header("a", 11, True)], [frames[1:]])
     assert isinstance(a, Tensor)
     assert len(streams) == 0
     (b,) = streams.decode([header("b", 1, True)], [frames[1:]])
     assert b == "part 1 came for a stream that is not open"
+
+
+def test_streams_continue_after_a_sleep_of_the_stage(streams: VocoderStreams, clock: SimpleNamespace) -> None:
+    """Streams of a client that is gone are still freed, when the stage has decoded for long enough."""
+    frames = codes(4)
+    headers = [header(name, 0, False) for name in ("a", "b", "gone")]
+    first, *_ = streams.decode(headers, [frames[:1]] * 3)
+    clock.now = 100 * IDLE_S
+    streams.decode([header("a", 1, False)], [frames[1:2]])
+    (b,) = streams.decode([header("b", 1, True)], [frames[1:]])
+    check_equal(torch.cat([first, b]), expected(REFERENCE, frames))
+    for part in range(2, 10):
+        clock.now += IDLE_S
+        assert len(streams) == 2
+        streams.decode([header("a", part, False)], [frames[:0]])
+    assert len(streams) == 1
 
 
 def test_states_of_more_streams_than_planned_are_in_host_memory(

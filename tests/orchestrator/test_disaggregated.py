@@ -30,7 +30,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.orchestrator.engine_requests import EngineRequests, cache_scope, can_be_split, prompt_request
 from vllm_omni_ext.orchestrator.messages import SendKVRelease, SendPrompt
 from vllm_omni_ext.orchestrator.router import Pair
-from vllm_omni_ext.wire.stage_input import EXPORT, EXPORTED, OPEN_END
+from vllm_omni_ext.wire.stage_input import EXPORT, EXPORTED, OPEN_END, RESUMED
 
 STEPS = TOKENS + 6
 """Rounds of all engines that a request takes at least: two for its prompt."""
@@ -413,7 +413,7 @@ def test_hidden_states_of_the_prompt_are_exported_by_prefill_and_later_ones_by_d
         first = prompt_request(send(side="prefill")).sampling_params
         then = prompt_request(send(side="decode", kv={"a": 1})).sampling_params
         assert first is not None and then is not None and first.extra_args is not None
-        assert {key: value for key, value in first.extra_args.items() if key != KEY} == given
+        assert {key: value for key, value in first.extra_args.items() if key != KEY} == {**given, RESUMED: 2}
         assert first.skip_reading_prefix_cache and not then.skip_reading_prefix_cache
         later = {key: value for key, value in then.extra_args.items() if key in (EXPORT, EXPORTED)}  # type: ignore[union-attr]
         assert later == decode or (not decode and EXPORT not in later)

@@ -133,6 +133,29 @@ async def read_again() -> tuple[Bench, str, str]:
     return made, ticket, made.of("text/0").added[-1].request_id
 
 
+async def test_a_recomputation_moves_to_another_replica_also_if_its_text_could_not() -> None:
+    def recomputes(event: Produced) -> list[Action]:
+        return [Recompute("text", tokens=(1, 2))] if isinstance(event.payload, StageError) else speaks(event)
+
+    made = Bench(recomputes, text=2)
+    request = text_request("r", {EXPORT: [[0, 3]]})
+    assert request.sampling_params is not None
+    request.sampling_params.frequency_penalty = 1.0
+    ticket, _ = await made.start("r", request=request)
+    await made.produce("text", "r", 1, tensor=ready())
+    await made.produce("text", "r", 2, end="length")
+    await made.produce("voice", "r", tensor=LOST, end="error")
+    (holder,) = [
+        name
+        for name in ("text/0", "text/1")
+        if made.of(name).added[-1:] and "again" in made.of(name).added[-1].request_id
+    ]
+    await made.orchestrator.replica_down(ReplicaId.parse(holder), "killed")
+    other = made.of({"text/0": "text/1", "text/1": "text/0"}[holder]).added[-1]
+    assert "again" in other.request_id and other.prompt_token_ids[-2:] == [1, 2]
+    await end(made, ticket)
+
+
 async def test_an_abort_ends_the_recomputation_of_a_prompt() -> None:
     made, ticket, again = await read_again()
     await made.orchestrator.abort([ticket])

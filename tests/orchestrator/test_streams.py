@@ -232,6 +232,39 @@ async def test_a_request_that_waits_for_a_replica_has_no_input_deadline() -> Non
     await end(bench, ticket)
 
 
+@pytest.mark.parametrize("stage", ["text", "voice"])
+async def test_a_sleep_does_not_count_as_a_wait_for_input(stage: str) -> None:
+    """Afterwards most of the limit is left, whenever the sleep ends."""
+    bench, asleep = Bench(owing, chunk_timeout_s=LIMIT_S), ReplicaId(stage, 0)
+    ticket, sink = await bench.start("r")
+    with stopped_clock() as advance:
+        for steps in (3, 9, 29, 40):  # of a tenth of the limit
+            await bench.produce("text", "r", 10 if steps == 3 else 11)
+            await advance(0.1 * LIMIT_S)
+            bench.pools[stage].mark_asleep(asleep)
+            for _ in range(steps):
+                await advance(0.1 * LIMIT_S)
+            bench.pools[stage].mark_awake(asleep)
+            await advance(0.7 * LIMIT_S)
+            assert drained(sink) == []
+        await advance(0.3 * LIMIT_S)
+    (error,) = drained(sink)
+    assert str(error).startswith("the voice stage got nothing more from the text stage")
+    await end(bench, ticket)
+
+
+async def test_a_sleep_is_noticed_however_late_the_timer_is() -> None:
+    bench = Bench(owing, chunk_timeout_s=LIMIT_S)
+    ticket, sink = await bench.start("r")
+    with stopped_clock() as advance:
+        await bench.produce("text", "r", 10)
+        bench.pools["text"].mark_asleep(ReplicaId("text", 0))
+        await advance(4 * LIMIT_S)
+        bench.pools["text"].mark_awake(ReplicaId("text", 0))
+    assert drained(sink) == []
+    await end(bench, ticket)
+
+
 async def test_a_part_may_be_answered_several_times() -> None:
     bench = Bench(Script())
     ticket, sink = await begun(bench)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,6 +162,47 @@ async def test_a_batch_is_cancelled_and_one_that_has_ended_is_not(service: Servi
     assert all(call.closed for call in service.engine.calls)
     with pytest.raises(openai.ConflictError, match="status is cancelled"):
         await service.client.batches.cancel(batch.id)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_objects_that_are_deleted_while_a_client_pages_skip_no_others(service: Service, order: Any) -> None:
+    files = service.client.files
+    ids = [(await files.create(file=("in.jsonl", b"{}\n"), purpose="batch")).id for _ in range(5)]
+    seen = []
+    async for each in files.list(limit=2, order=order):
+        seen.append(each.id)
+        await files.delete(each.id)
+    assert seen == (ids if order == "asc" else ids[::-1])
+    for path in ("/v1/files?after=batch-", "/v1/batches?after=file-"):
+        assert (await service.http.get(path + "0" * 32)).json()["error"]["param"] == "after"
+    empty = (await service.http.get("/v1/batches?after=batch-" + "0" * 32)).json()
+    assert (empty["data"], empty["has_more"]) == ([], False)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_file_that_is_deleted_during_its_download_is_404_or_whole(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, data = service.app.state.omni_batches.store, b"{}\n" * 100_000
+    read, opened = store.file, store.open
+    for method, result in (("file", 404), ("open", 200)):
+        file_id = (await service.client.files.create(file=("in.jsonl", data), purpose="batch")).id
+
+        def then_delete(name: str, method: str = method) -> Any:
+            found = {"file": read, "open": opened}[method](name)
+            monkeypatch.undo()
+            store.delete_file(name)
+            return found
+
+        monkeypatch.setattr(store, method, then_delete)
+        answer = await service.http.get(f"/v1/files/{file_id}/content")
+        assert answer.status_code == result and (result == 404 or answer.content == data)
+    file_id = (await service.client.files.create(file=("in.jsonl", b"0123"), purpose="batch")).id
+    answer = await service.http.get(f"/v1/files/{file_id}/content", headers={"Range": "bytes=1-2"})
+    assert (answer.status_code, answer.content) == (206, b"12")
+    open_files = map(os.path.realpath, Path("/dev/fd").iterdir())
+    assert not [path for path in open_files if path.startswith(f"{store.folder}/files/")]
 
 
 WRONG_BATCHES = [

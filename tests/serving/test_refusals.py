@@ -49,6 +49,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "frontend value": ({"thinker": {"top_p": 7}}, "thinker.top_p", "top_p"),
     "frontend twice": ({"thinker": {"top_k": 1}, "top_k": 1}, "thinker.top_k", "set twice, also as 'top_k'"),
     "parameters of a stage without any": ({"code2wav": {"temperature": 1.0}}, "code2wav", "takes no parameters"),
+    "two voices": ({"audio": {"voice": "ethan"}, "voice": "chelsie"}, "voice", "another value than 'audio.voice'"),
+    "voice and speaker": ({"voice": "ethan", "speaker": "chelsie"}, "speaker", "another value than 'voice'"),
     "talker flag": ({"talker": {"temperature": True}}, "talker.temperature", "number"),
     "talker max_tokens": ({"talker": {"max_tokens": 0}}, "talker.max_tokens", "max_tokens"),
     "audio id alone": (
@@ -267,6 +269,38 @@ async def test_every_invalid_body_is_counted_once(
         answer = await post(app, body, path)
         assert (answer.status_code, counted) == (400, ["RequestError"]), answer.text
     assert engine.calls == []
+
+
+LONG = [{"role": "user", "content": "a b " * 9000}]
+DAMAGED = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+CHAT = "/v1/chat/completions"
+REFUSED_BY_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
+    "long chat": (CHAT, {"messages": LONG}),
+    "damaged picture": (CHAT, {"messages": DAMAGED}),
+    "temperature": (CHAT, {"messages": HELLO, "temperature": -1}),
+    "long prompt": ("/v1/completions", {"prompt": "a b " * 9000}),
+    "long text": ("/tokenize", {"prompt": "x " * 20_000}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_VLLM)
+async def test_refusals_of_vllm_are_counted_once(app: Any, engine: ScriptedOmni, case: str, counted: list[str]) -> None:
+    path, body = REFUSED_BY_VLLM[case]
+    answer = await post(app, json.dumps(body), path)
+    assert (answer.status_code, counted, engine.calls) == (400, ["RequestError"], []), answer.text
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), ("/v1/audio/speech", {"input": "Hello"})])
+async def test_a_failure_that_the_orchestrator_has_counted_is_not_counted_again(
+    app: Any, engine: ScriptedOmni, path: str, body: dict[str, Any], begun: bool, counted: list[str]
+) -> None:
+    error = RequestError("prompt: too long for the talker", parameter="prompt")
+    if begun:
+        error.add_note("history of the request")  # as the orchestrator does to the errors that it counts
+    engine.script = [error]
+    answer = await post(app, json.dumps(body), path)
+    assert (answer.status_code, counted) == (400, [] if begun else ["RequestError"]), answer.text
 
 
 @pytest.mark.slow

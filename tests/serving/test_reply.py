@@ -23,6 +23,9 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TWO_PIECES = ["blue ", sound(300, frames=2), "cat", sound(299, frames=5, finished=True)]
 
 
+PICTURE = media.image_url(media.image(32, 32, seed=1))
+
+
 async def ask(client: openai.AsyncOpenAI, **fields: Any) -> Any:
     fields = {"model": MODEL, "messages": HELLO, **fields}
     return await client.chat.completions.create(**fields)
@@ -106,6 +109,36 @@ async def test_sound_alone_has_no_content(client: openai.AsyncOpenAI, engine: Sc
         assert choice.audio_metadata["format"] == name
         assert name == "wav" or base64.b64decode(choice.message.audio.data) == pcm16(expected_sound())
         assert engine.calls[-1].options.fields["voice"] == "Ethan"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("What", "What"),
+        ([{"type": "text", "text": "What"}, {"type": "text", "text": "now"}], "What\nnow"),
+        ([{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What"}], "What"),
+        ([{"type": "image_url", "image_url": {"url": PICTURE}}], ""),
+    ],
+)
+async def test_the_text_of_the_last_message_is_echoed(
+    client: openai.AsyncOpenAI, engine: ScriptedOmni, content: Any, text: str, stream: bool
+) -> None:
+    engine.script, messages = [" is it?"], [*HELLO, {"role": "user", "content": content}]
+    body = {"echo": True, "add_generation_prompt": False}
+    reply = await ask(client, messages=messages, modalities=["text"], stream=stream, extra_body=body)
+    if stream:
+        received = "".join([chunk.choices[0].delta.content or "" async for chunk in reply])
+    else:
+        received = reply.choices[0].message.content
+    assert received == f"{text} is it?"
+
+
+async def test_equal_values_of_two_names_are_one(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
+    engine.script = TWO_PIECES
+    names = {"audio": {"voice": "chelsie"}, "voice": "chelsie", "speaker": "chelsie"}
+    await ask(client, extra_body=names)
+    assert engine.calls[0].options.fields["voice"] == "chelsie"
 
 
 async def test_earlier_spoken_answers_become_text_of_the_prompt(

@@ -110,12 +110,14 @@ async def test_an_answer_without_sound_is_no_error(app: Any, engine: ScriptedOmn
 
 async def test_parameters_of_the_talker_and_chunks_reach_the_engine(app: Any, engine: ScriptedOmni) -> None:
     engine.script, chunks = PIECES, {"frames": [4, 25], "adaptive": False}
-    await post(app, seed=7, max_new_tokens=50, talker={"top_k": 3}, chunks=chunks)
+    await post(app, seed=7, max_new_tokens=50, talker={"top_k": 3, "max_tokens": 50}, chunks=chunks)
+    await post(app, max_new_tokens=40, talker={"min_p": 0.5})
     talker = engine.calls[0].options.params["talker"]
     assert (talker.seed, talker.max_tokens, talker.top_k) == (7, 50, 3)
     assert engine.calls[0].options.chunks == chunks
+    assert engine.calls[1].options.params["talker"].max_tokens == 40
     await post(app)
-    assert engine.calls[1].options.params == {}
+    assert engine.calls[2].options.params == {}
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -129,6 +131,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "stream format": ({"stream_format": "websocket"}, "stream_format", "sse, audio"),
     "unknown": ({"vioce": "ethan"}, "vioce", "unknown to /v1/audio/speech"),
     "type": ({"input": 3}, "body.input", "string"),
+    "two voices": ({"voice": "ethan", "speaker": "chelsie"}, "speaker", "another value than 'voice'"),
+    "two limits": ({"max_new_tokens": 9, "talker": {"max_tokens": 8}}, "talker.max_tokens", "than 'max_new_tokens', 8"),
     "frames": ({"max_new_tokens": 0}, "body.max_new_tokens", "1"),
     "chunks": ({"chunks": 3}, "chunks", "object"),
 }

@@ -13,9 +13,10 @@ import pytest
 import soundfile
 
 from tests.serving.conftest import MODEL, asking
-from tests.serving.test_reply import HELLO, TWO_PIECES, expected_sound
+from tests.serving.test_reply import HELLO, TWO_PIECES, ask, expected_sound
 from tests.support.scripted import RATE, ScriptedOmni, sound
 from vllm_omni_ext.modalities.sound import pcm16
+from vllm_omni_ext.orchestrator.admission import Ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -158,6 +159,21 @@ async def test_a_tool_call_is_not_spoken(client: openai.AsyncOpenAI, engine: Scr
     assert received[-2].choices[0].finish_reason == "tool_calls"
     assert received[-1].usage.completion_tokens_details.audio_tokens == 0
     assert engine.calls[0].text_only and engine.calls[0].closed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_call_ends_the_sound_of_its_own_request(
+    client: openai.AsyncOpenAI, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    ended: list[Any] = []
+
+    async def text_only(ticket: Ticket) -> None:
+        ended.append(ticket.options)
+
+    monkeypatch.setattr(engine, "text_only", text_only)
+    engine.script = [*CALL, sound(299, finished=True)]
+    await (chunks if stream else ask)(client, tools=TOOLS, extra_headers={"X-Request-Id": "trace"})
+    assert len(ended) == 1 and ended[0] is engine.calls[0].options
 
 
 async def test_sound_before_a_tool_call_is_sent(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:

@@ -140,7 +140,7 @@ class ScriptedOmni:
         timing = StageTiming(replica, sent=0.0, first=0.25, last=0.5, tokens=1)
         return RequestTrace(request_id, ("text",), 0.0, 0.0, None, stages={replica.stage: timing})
 
-    async def text_only(self, request_id: str) -> None:
+    async def text_only(self, ticket: Any) -> None:
         self.calls[-1].text_only = True
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:

@@ -101,7 +101,7 @@ class Result:
     """A line of the output.
 
     Attributes:
-        answered: the server's answer has a status below 400; False: an error, or the line was not sent.
+        answered: the server's answer has a status of 200 to 299; False: an error, or the line was not sent.
         line: the JSON object.
     """
 
@@ -241,7 +241,7 @@ def answer(custom_id: str, request_id: str, status: int, content_type: str, data
         body = {"content_type": content_type, "text": data.decode("utf-8", "replace")}
     else:
         body = {"content_type": content_type, "data": base64.b64encode(data).decode("ascii")}
-    answered = status < 400
+    answered = 200 <= status < 300
     response = {"status_code": status, "request_id": request_id, "body": body}
     return Result(answered=answered, line=_line(custom_id, response, None if answered else body))
 

@@ -38,7 +38,7 @@ Fetch = Callable[[str], Awaitable[bytes]]
 
 
 class ServerGone(OmniError):
-    """The server did not answer, or was not available, in all attempts to send a line."""
+    """The server did not answer, or was not available, in all attempts to send a line; or it is at another address."""
 
 
 class NotFetched(OmniError):
@@ -79,7 +79,7 @@ class Sender:
         """Send one line until the server has answered it, and return its line of the output.
 
         Raises:
-            ServerGone: the server was not available in any of the attempts.
+            ServerGone: the server was not available in any of the attempts, or has answered with a redirect.
         """
         request_id = f"batch-{uuid.uuid4().hex}"
         try:
@@ -100,6 +100,8 @@ class Sender:
             attempt += 1
             try:
                 found = await self._client.post(url, headers=headers, **content)
+                if found.next_request is not None:
+                    raise ServerGone(_moved(url, found.status_code, str(found.next_request.url)))
                 if found.status_code not in AGAIN:
                     return found
                 problem = f"status {found.status_code}: {found.text[:200]}"
@@ -148,6 +150,17 @@ class Sender:
                     raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, name)
                 files.append((f"{part}[]" if listed else part, (part, data)))
         return files
+
+
+def _moved(url: str, status: int, location: str) -> str:
+    """Return the error text for a redirect. It is not followed: it may lead to another server, which would get the key.
+
+    Args:
+        url: the route of the line.
+    """
+    server, found, rest = location.partition(url)
+    advice = f"write --url {server}" if found and not rest else "write the address of the server itself as --url"
+    return f"{url}: the server redirects to {location} (status {status}); {advice}"
 
 
 def read_data_url(url: str) -> bytes:
@@ -203,7 +216,7 @@ async def run(
             semaphore take turns.
 
     Raises:
-        ServerGone: a line could not be sent; the other lines that are being sent are cancelled.
+        ServerGone: a line could not be sent, or was redirected; the other lines that are being sent are cancelled.
         OSError: a result could not be written.
     """
 

@@ -206,6 +206,14 @@ class Store:
         """Return a file's record; NotFound if no file has this id."""
         return _read(self._files, file_id, FileRecord)
 
+    def open(self, file_id: str) -> tuple[FileRecord, IO[bytes]]:
+        """Return a file's record, and its contents, which the caller closes; NotFound if no file has this id."""
+        record = self.file(file_id)
+        try:
+            return record, self.contents(file_id).open("rb")
+        except FileNotFoundError:  # deleted meanwhile
+            raise NotFound(file_id) from None
+
     def files(self) -> list[FileRecord]:
         """Return the records of all files, the oldest first."""
         return _all(self._files, FileRecord)
@@ -368,6 +376,11 @@ class Store:
 def _new_id(kind: str) -> str:
     """Return a new id. Ids of one kind are in the order of their creation."""
     return f"{kind}-{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def is_id(text: str, kind: str) -> bool:
+    """Return whether a text is the id of a "file" or of a "batch", which need not exist."""
+    return text.startswith(f"{kind}-") and _ID.fullmatch(text) is not None
 
 
 def _write(path: Path, record: Any) -> None:

@@ -100,6 +100,26 @@ def _count_or_auto(text: str) -> int | str:
     return text if text == AUTO else int(text)
 
 
+class _Once(argparse.Action):
+    """Stores the value of a flag that may be written once, and whose value is not empty.
+
+    A dotted flag, e.g. `--stage-overrides.talker.replicas 2`, counts as the flag: vLLM's parser makes JSON of it.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            parser.error(f"{option_string}: is written twice; keep one with the values of both (also of dotted flags)")
+        if not values:
+            parser.error(f"{option_string}: must not be empty; leave it out")
+        setattr(namespace, self.dest, values)
+
+
 def _add_group(parser: FlexibleArgumentParser) -> None:
     group = parser.add_argument_group(
         title=GROUP,
@@ -110,11 +130,13 @@ def _add_group(parser: FlexibleArgumentParser) -> None:
         "--stage-config",
         "--stage-configs-path",
         "--deploy-config",
+        action=_Once,
         metavar="FILE|NAME",
         help="Stage config: a YAML file, or the name of one that comes with the model's plugin.",
     )
     group.add_argument(
         "--stage-overrides",
+        action=_Once,
         metavar="JSON",
         help='Settings by stage over those of the stage config: {"STAGE": {"replicas": 2, "max_num_seqs": 4}}.',
     )

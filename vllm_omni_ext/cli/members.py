@@ -51,22 +51,29 @@ def for_this_process(args: argparse.Namespace, pipeline: PipelineSpec, config: O
     return replace(config, stages=stages)
 
 
-def listening(config: OmniConfig) -> OmniConfig:
+def listening(config: OmniConfig, http_port: int | None = None) -> OmniConfig:
     """Return the configuration of a head, after a check of its ports; called for all processes without `--headless`.
 
     If only `master_port` is set, `master_address` becomes the loopback.
 
+    Args:
+        http_port: port of the HTTP server; None: it listens on a UNIX socket.
+
     Raises:
-        ConfigError: the port leaves no two ports after it, or `port_range` contains a port that the head itself uses.
+        ConfigError: the port leaves no two ports after it, or `port_range` or the HTTP server has a port that the head
+            itself uses.
     """
     cluster = config.cluster
+    own = cluster.master_port
+    if own is not None and http_port is not None and own <= http_port <= own + VIEWS_PORT:
+        raise ConfigError(f"port: {http_port} is one of the head's own, {own} to {own + VIEWS_PORT} ({_PORT} {own})")
     if cluster.master_port is not None and cluster.master_port > LAST_PORT - VIEWS_PORT:
         raise ConfigError(
             f"cluster.master_port: must be <= {LAST_PORT - VIEWS_PORT}, because the head also listens on the "
             f"{VIEWS_PORT} ports after it, got {cluster.master_port}"
         )
-    if cluster.master_port is not None and cluster.ports is not None:
-        (first, last), own = cluster.ports, cluster.master_port
+    if own is not None and cluster.ports is not None:
+        first, last = cluster.ports
         if first <= own + VIEWS_PORT and own <= last:
             raise ConfigError(
                 f"cluster.port_range: {cluster.port_range} has ports of the head's own, {own} to {own + VIEWS_PORT} "

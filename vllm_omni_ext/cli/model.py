@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from transformers import PreTrainedConfig
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
@@ -31,21 +32,35 @@ def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
     """
     if model.startswith(("/", "./", "../", "~")) and not Path(model).is_dir():
         raise ConfigError(f"model: there is no folder '{model}'")
-    overrides = text_args.get("hf_overrides")
+    given = text_args.get("hf_overrides")
+    overrides: dict[str, Any] = given if isinstance(given, dict) else {}
     try:
-        return get_config(
+        config = get_config(
             text_args.get("hf_config_path") or model,
             text_args.get("trust_remote_code", False),
             text_args.get("revision"),
             text_args.get("code_revision"),
             text_args.get("config_format", "auto"),
-            hf_overrides_kw=overrides if isinstance(overrides, dict) else None,
+            # `get_config` would replace nested configs by dictionaries; vLLM's `ModelConfig` updates them.
+            hf_overrides_kw={key: value for key, value in overrides.items() if not isinstance(value, dict)},
         )
     except (OSError, ValueError) as err:
         reason = " ".join(str(err).split())
         if HF_HUB_OFFLINE and not Path(model).exists():
             reason = "HF_HUB_OFFLINE is set, and the model is not in the local cache; download it first, or unset it"
         raise ConfigError(f"model: the config of '{model}' cannot be read: {reason}") from err
+    _update(config, {key: value for key, value in overrides.items() if isinstance(value, dict)})
+    return config
+
+
+def _update(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+    """Set attributes of a config; those that are configs themselves are updated."""
+    for key, value in overrides.items():
+        nested = getattr(config, key, None)
+        if isinstance(nested, PreTrainedConfig) and isinstance(value, dict):
+            _update(nested, value)
+        else:
+            setattr(config, key, value)
 
 
 def architecture(model: str, hf_config: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
         config = with_settings(config, {"request_timeout_s": SERVER_REQUEST_TIMEOUT_S})
     check_address(config)
     if not args.headless:
-        config = listening(config)
+        config = listening(config, None if args.uds else args.port)
         check_reachable(pipeline, config)
     where = detect_machine() if machine is None else parse_machine(machine, detect_host())
     return _plan(args.model, family, pipeline, hf_config, config, text_args, where), args
@@ -171,10 +171,23 @@ def _read(
     config = with_settings(config, settings)
     if config.default_modalities is not None:
         modality_names(config.default_modalities, pipeline.modalities, f"'{pipeline.name}'")
-    for key, folder in (("log_dir", config.log_dir), ("batch_dir", config.batch_dir)):
-        if folder is not None:
-            _check_folder(key, Path(folder).absolute())
+    for key in ("log_dir", "batch_dir"):
+        if (given := getattr(config, key)) is not None:
+            folder = Path(given).expanduser()
+            _check_folder(key, folder.absolute())
+            changed: dict[str, Any] = {key: str(folder)}
+            config = replace(config, **changed)
+    _check_environment(config)
     return pipeline, config
+
+
+def _check_environment(config: OmniConfig) -> None:
+    """Raise ConfigError for environment variables from which vLLM makes each engine a data parallel rank."""
+    for name in ("VLLM_DP_SIZE", "VLLM_DP_RANK"):
+        found = [("", os.environ), *((f"stages.{stage}.env.", each.env) for stage, each in config.stages.items())]
+        for where, variables in found:
+            if variables.get(name, "") not in ("", "0" if name.endswith("RANK") else "1"):
+                raise ConfigError(f"{where}{name}: replicas replace data parallel ranks; unset it, and write replicas")
 
 
 def _check_realtime(limits: Limits, given: Collection[str], family: ModelFamily | None) -> None:

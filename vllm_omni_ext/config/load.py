@@ -82,7 +82,7 @@ def _content(source: str | Path, package: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     except ConfigError as err:
         raise ConfigError(f"{source}: {err}") from err
-    except yaml.YAMLError as err:
+    except (yaml.YAMLError, ValueError) as err:  # ValueError: e.g. a date without such a day
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(err).split())}") from err
 
 

@@ -158,7 +158,7 @@ class KeptBlocks:
             self._slots[key] = slot
 
     def close(self, blocks: RequestBlocks) -> None:
-        """End a request: free the slots of its partly computed blocks."""
+        """Free the slots of the partly computed blocks of a request, which are not kept then."""
         while blocks.begun:
             index, slot = blocks.begun.popitem()
             self._free(blocks.keys[index], slot)
@@ -243,8 +243,13 @@ class KeptExports(Scheduler):
                 changes.keep[req_id] = parts
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache, and free the kept hidden states."""
+        """Reset the prefix cache, and free the kept hidden states, also those of partly computed blocks.
+
+        The other hidden states of such a block are computed after the reset, e.g. with other weights.
+        """
         self._kept.clear()
+        for blocks in self._exports.values():
+            self._kept.close(blocks)
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -82,6 +82,10 @@ class StreamingInput(Scheduler):
     def _allocate_without_caching(self, *args: Any, **kwargs: Any) -> Any:
         return self._allocate(*args, **{**kwargs, "delay_cache_blocks": True})
 
+    def has_request(self, request_id: str) -> bool:
+        """Return whether the request is here, parked or not: a paused engine of vLLM 0.33 takes chunks of these."""
+        return request_id in self.requests or request_id in self._parked
+
     def get_request_counts(self) -> tuple[int, int]:
         running, waiting = super().get_request_counts()
         return running, waiting + len(self._parked)
@@ -350,10 +354,12 @@ class DueFirst(Scheduler):
 
 
 class OrphanedExports(Scheduler):
-    """Sends the worker, with the next step, the names of hidden states that it must free: no stage will receive them.
+    """Handles hidden states in outputs that vLLM drops: an output contains the only reference to its hidden states.
 
-    Such hidden states belong to requests that were aborted during the step that exported the first of them. vLLM drops
-    the output of such a step, which contains the only reference to the hidden states.
+    Those of requests that were aborted during the step that exported the first of them are received by no stage. The
+    worker gets their names with the next step, and frees them. Requests that were preempted during the step, and whose
+    output vLLM drops (`reset_prefix_cache`), compute the step again, but the worker exports hidden states only once:
+    they are returned without the tokens of the output.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -362,15 +368,24 @@ class OrphanedExports(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         tensors = model_runner_output.pooler_output or ()
+        dropped: list[tuple[Request, torch.Tensor]] = []
         for req_id, tensor in zip(model_runner_output.req_ids, tensors, strict=False):
+            if tensor is None:
+                continue
             request = self.requests.get(req_id)
-            if tensor is not None and (request is None or request.is_finished()):
+            if request is None or request.is_finished():
                 message = unpack(tensor)
                 # After the first chunk the API server has the name, and frees the hidden states itself: another stage
                 # may still read them if the request has ended before an output that was scheduled ahead.
                 if isinstance(message, HiddenStatesChunkReady) and message.first == message.start:
                     self._orphaned.append(message.name)
-        return super().update_from_output(scheduler_output, model_runner_output)
+            elif request.num_stale_output_tokens and request.drop_stale_output:
+                dropped.append((request, tensor))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request, tensor in dropped:
+            group = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            group.outputs.append(EngineCoreOutput(request.request_id, [], pooling_output=tensor))
+        return outputs
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)

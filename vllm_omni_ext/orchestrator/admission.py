@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -53,6 +53,7 @@ class Ticket:
         planned: the plan; None before `Admission.admit`.
         actions: the first actions of the flow, from `Flow.begin`.
         sink: the queue for the output chunks and errors of the request; None if only the frontend stage answers it.
+        request_ids: ids, unique inside this API server, of the requests for the frontend; with `n` answers, `n`.
     """
 
     options: RequestOptions
@@ -62,6 +63,7 @@ class Ticket:
     planned: Planned | None = None
     actions: tuple[Action, ...] = ()
     sink: asyncio.Queue[Any] | None = None
+    request_ids: list[str] = field(default_factory=list)
 
     @property
     def forwarded(self) -> bool:
@@ -233,6 +235,7 @@ class Admission:
         ticket = self._tickets.get(extra.get(TICKET, "")) or Ticket(options=self._default)
         if params is not None and TICKET in extra:  # a new dict, as several answers may share the old one
             params.extra_args = {key: value for key, value in extra.items() if key != TICKET} or None
+        ticket.request_ids.append(request.request_id)
         await self.start(ticket, request.request_id, request.external_req_id or request.request_id, request)
 
     async def start(
@@ -270,6 +273,6 @@ def _refuse_text_options(params: SamplingParams, stage: str) -> None:
     Raises:
         RequestError: `parameter` is the field of `/v1/chat/completions`.
     """
-    for field, attribute in TEXT_OPTIONS.items():
+    for name, attribute in TEXT_OPTIONS.items():
         if getattr(params, attribute) not in (None, [], ""):
-            raise RequestError(f"{field}: is for text; stage '{stage}' makes no text of this request", parameter=field)
+            raise RequestError(f"{name}: is for text; stage '{stage}' makes no text of this request", parameter=name)

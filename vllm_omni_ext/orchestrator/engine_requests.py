@@ -79,14 +79,24 @@ def can_be_split(request: EngineCoreRequest) -> bool:
 
 
 def can_resume(request: EngineCoreRequest) -> bool:
-    """Return whether another engine can continue the request from its tokens: not with a grammar or prompt logprobs."""
+    """Return whether another engine can continue the request after its tokens, which it gets as part of the prompt.
+
+    Not with prompt logprobs, and not with parameters for which vLLM treats prompt and generated tokens differently.
+    `repetition_penalty` counts both alike, and a bad word of one token does not depend on the tokens before it.
+    """
     params = request.sampling_params
-    return (
-        params is not None
-        and request.prompt_token_ids is not None
-        and params.structured_outputs is None
-        and params.prompt_logprobs is None
+    if params is None or request.prompt_token_ids is None:
+        return False
+    depends_on_generated = (
+        params.structured_outputs is not None
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or any(len(word) > 1 for word in params.bad_words_token_ids or ())
+        or params.repetition_detection is not None
+        or params.thinking_token_budget is not None
+        or params.trace_decode_token_ids is not None
     )
+    return params.prompt_logprobs is None and not depends_on_generated
 
 
 def without_ends_of_text(params: SamplingParams, given: SamplingParams) -> SamplingParams:
@@ -229,8 +239,7 @@ def _resumed(request: EngineCoreRequest, tokens: Sequence[int]) -> EngineCoreReq
     if params.max_tokens is not None:
         params.max_tokens -= len(tokens)
     params.min_tokens = max(0, params.min_tokens - len(tokens))
-    if params.seed is not None:
-        params.extra_args = {**_extra(params), RESUMED: len(tokens)}
+    params.extra_args = {**_extra(params), RESUMED: len(tokens)}
     return msgspec.structs.replace(
         request, prompt_token_ids=[*request.prompt_token_ids, *tokens], sampling_params=params
     )

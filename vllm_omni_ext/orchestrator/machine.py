@@ -656,7 +656,8 @@ class RequestMachine:
         return streams.replay_stream(stage, binding.stream_name)
 
     def _begin_again(self, prompt: Prompt) -> None:
-        if prompt.tokens and prompt.state.client is not None and not prompt.state.client.can_resume:
+        client = prompt.state.client
+        if prompt.tokens and not prompt.recompute and client is not None and not client.can_resume:
             raise StageUnavailable("no other replica can continue the tokens that it has generated")
         self.router.begin(prompt)
 

@@ -14,7 +14,7 @@ from math import inf
 
 from vllm_omni_ext.errors import OmniError, RequestFailed, StageUnavailable
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestObserver
+from vllm_omni_ext.orchestrator.state import Binding, Prompt, RequestObserver, RequestState
 from vllm_omni_ext.plugins.flow import Submit
 from vllm_omni_ext.pool.stage_pool import StagePool
 
@@ -23,6 +23,10 @@ TRIAL_OUTPUTS = 3
 
 MOST_LOSSES = 3
 """Number of lost replicas of one stage after which a suspect on trial fails in any case."""
+
+INPUT_CHECKS = 8
+"""Number of checks in a wait for input. Each check restarts the wait of a request that a sleeping replica has, so that
+most of the wait is left when the replica wakes up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +313,7 @@ class Placement:
             return
         if binding.input_due_since is None:
             self._input_due[binding] = None
-            self.deadline = min(self.deadline, self.now + self.settings.input_deadline_s)
+            self.deadline = min(self.deadline, self._next_input_check())
         binding.input_due_since = self.now  # only `expired` reads it: cheaper than a new deadline for each chunk
 
     def input_complete(self, binding: Binding) -> None:
@@ -318,10 +322,14 @@ class Placement:
             binding.input_due_since = None
             del self._input_due[binding]
 
+    def _next_input_check(self) -> float:
+        return self.now + self.settings.input_deadline_s / INPUT_CHECKS
+
     def expired(self) -> list[tuple[Binding, OmniError]]:
         """Return the requests that have waited too long for a replica or for input, each with its error.
 
-        `deadline` is set to the earliest limit of the other requests.
+        The wait for input begins again while a replica of the request sleeps, so that it continues after `/wake_up`.
+        `deadline` is set to the earliest limit of the other requests, or to the next check for such a sleep.
         """
         found: list[tuple[Binding, OmniError]] = []
         self.deadline = inf
@@ -335,13 +343,19 @@ class Placement:
             found.append((binding, StageUnavailable(f"stage '{binding.stage}' has had {why} for {limit}")))
         for binding in self._input_due:
             assert binding.input_due_since is not None
-            if binding.state.waits:  # waiting for a replica has its own limit
+            if binding.state.waits or self._sleeps(binding.state):  # waiting for a replica has its own limit
                 binding.input_due_since = self.now
             if self._is_due(binding.input_due_since + self.settings.input_deadline_s):
                 late = f"the {binding.stage} stage got nothing more from the {binding.source} stage for"
                 limit = f"{self.settings.input_deadline_s:g} s (timeouts.chunk_timeout_s)"
                 found.append((binding, RequestFailed(f"{late} {limit}")))
+            else:
+                self.deadline = min(self.deadline, self._next_input_check())
         return found
+
+    def _sleeps(self, state: RequestState) -> bool:
+        """Return whether a replica that has the request is asleep."""
+        return any(each.replica is not None and self.pools[each.stage].is_asleep(each.replica) for each in state)
 
     def _is_due(self, at: float) -> bool:
         """Return whether the time `at` has passed; if not, set `deadline` to `at` unless `deadline` is earlier."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from argparse import Namespace
@@ -10,18 +11,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import httpx
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
+from starlette.types import Receive, Scope, Send
 from vllm import envs
 from vllm.logger import init_logger
 
 from vllm_omni_ext.batch.lines import PRIORITY_HEADER, ROUTES
 from vllm_omni_ext.batch.running import NotFetched, Sender
-from vllm_omni_ext.batch.store import INPUT, MIB, OUTPUT, Full, InUse, NotFound, Store
+from vllm_omni_ext.batch.store import INPUT, MIB, OUTPUT, Full, InUse, NotFound, Store, is_id
 from vllm_omni_ext.batch.worker import Worker
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.omni import AsyncOmni
@@ -135,8 +137,9 @@ async def list_files(raw_request: Request) -> dict[str, Any]:
         raise RequestError(f"purpose: must be {INPUT} or {OUTPUT}", parameter="purpose")
     files = await _blocking(_store(raw_request).files)
     chosen = [file for file in files if purpose in (None, file.purpose)]
-    page = _page(chosen if order == "asc" else chosen[::-1], params, MOST_FILES_LISTED, MOST_FILES_LISTED)
-    return _list([file.as_object() for file in page[0]], page[1])
+    limits = MOST_FILES_LISTED, MOST_FILES_LISTED
+    page, more = _page("file", chosen, params, *limits, newest_first=order == "desc")
+    return _list([file.as_object() for file in page], more)
 
 
 @router.get("/v1/files/{file_id}")
@@ -146,12 +149,26 @@ async def retrieve_file(file_id: str, raw_request: Request) -> dict[str, Any]:
     return record.as_object()
 
 
+class _OpenFile(FileResponse):
+    """Response with the contents of an open file, which may be deleted before they are sent; closes the file."""
+
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        number = file.fileno()
+        super().__init__(
+            f"/dev/fd/{number}", media_type="application/jsonl", filename=name, stat_result=os.fstat(number)
+        )
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
 @router.get("/v1/files/{file_id}/content", response_class=FileResponse)
 async def file_content(file_id: str, raw_request: Request) -> FileResponse:
     """Return a file's contents."""
-    store = _store(raw_request)
-    record = await _blocking(partial(store.file, file_id))
-    return FileResponse(store.contents(file_id), media_type="application/jsonl", filename=record.filename)
+    record, file = await _blocking(partial(_store(raw_request).open, file_id))
+    return _OpenFile(file, record.filename)
 
 
 @router.delete("/v1/files/{file_id}")
@@ -193,7 +210,7 @@ async def list_batches(raw_request: Request) -> dict[str, Any]:
     _refuse_unknown(raw_request.query_params, BATCH_PARAMS)
     store = _store(raw_request)
     batches = await _blocking(store.batches)
-    page, more = _page(batches[::-1], raw_request.query_params, MOST_BATCHES_LISTED, 20)
+    page, more = _page("batch", batches, raw_request.query_params, MOST_BATCHES_LISTED, 20)
     return _list(await _blocking(lambda: [store.as_object(batch) for batch in page]), more)
 
 
@@ -248,10 +265,16 @@ def _refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
             raise RequestError(f"{name}: is unknown; use {', '.join(known)}", parameter=name)
 
 
-def _page(items: list[Any], params: Mapping[str, str], most: int, usual: int) -> tuple[list[Any], bool]:
+def _page(
+    kind: str, items: list[Any], params: Mapping[str, str], most: int, usual: int, *, newest_first: bool = True
+) -> tuple[list[Any], bool]:
     """Return (items of the page that the parameters `after` and `limit` select, whether further items follow).
 
+    `after` may be the id of an object that was deleted: ids are in the order of creation.
+
     Args:
+        kind: "file" or "batch", the beginning of the ids.
+        items: all objects, the oldest first.
         most: largest allowed `limit`.
         usual: `limit` if the parameters have none.
     """
@@ -259,10 +282,11 @@ def _page(items: list[Any], params: Mapping[str, str], most: int, usual: int) ->
     if not limit.isdecimal() or not 1 <= int(limit) <= most:
         raise RequestError(f"limit: must be 1 to {most}", parameter="limit")
     if after is not None:
-        place = next((place for place, item in enumerate(items) if item.id == after), None)
-        if place is None:
-            raise RequestError("after: must be the id of an object of the list", parameter="after")
-        items = items[place + 1 :]
+        if not is_id(after, kind):
+            raise RequestError(f"after: must be the id of a {kind}", parameter="after")
+        items = [item for item in items if (item.id < after if newest_first else item.id > after)]
+    if newest_first:
+        items = items[::-1]
     return items[: int(limit)], len(items) > int(limit)
 
 

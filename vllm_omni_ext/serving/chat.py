@@ -71,13 +71,13 @@ class OmniServingChat(OpenAIServingChat):
 
     engine_client: AsyncOmni
     _model: ServedModel
-    _answers: dict[Any, ChatAnswer]
+    _started: dict[Any, tuple[ChatAnswer, Ticket]]
 
     @classmethod
     def of(cls, stock: OpenAIServingChat, model: ServedModel) -> OmniServingChat:
         """Return an instance of this class with the attributes of `stock`, vLLM's handler, which it replaces."""
         handler = cls.__new__(cls)
-        handler.__dict__.update(vars(stock), _model=model, _answers={})
+        handler.__dict__.update(vars(stock), _model=model, _started={})
         return handler
 
     async def create_chat_completion(
@@ -135,11 +135,11 @@ class OmniServingChat(OpenAIServingChat):
         ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=watch or answer.watch)
         key = self.engine_client.admission.expect(ticket)
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: key}
-        self._answers[key] = answer
+        self._started[key] = answer, ticket
         try:
             return await super().create_chat_completion(request, raw_request)
         finally:
-            del self._answers[key]
+            del self._started[key]
             self.engine_client.admission.withdraw(key)
 
     def _watches(self, answer: ChatAnswer) -> bool:
@@ -149,9 +149,9 @@ class OmniServingChat(OpenAIServingChat):
         """
         return answer.may_call_tool and bool(answer.modalities) and not answer.stream and self.parser_cls is not None
 
-    def _answer(self, request: ChatCompletionRequest) -> ChatAnswer:
-        assert request.vllm_xargs is not None, "the ticket is in it"
-        return self._answers[request.vllm_xargs[TICKET]]
+    def _of(self, request: ChatCompletionRequest) -> tuple[ChatAnswer, Ticket]:
+        assert request.vllm_xargs is not None, "the ticket's key is in it"
+        return self._started[request.vllm_xargs[TICKET]]
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         """Render a request to a prompt as vLLM does. Errors in the messages or their media become BadRequest."""
@@ -175,20 +175,23 @@ class OmniServingChat(OpenAIServingChat):
             raise BadRequest(f"messages: a medium could not be read: {reason}", parameter=MESSAGES) from err
         if not isinstance(rendered, ErrorResponse):
             _, (prompt, *_) = rendered
-            self._answer(request).prompt = list(self._extract_prompt_components(prompt).token_ids or ())
+            answer, _ = self._of(request)
+            answer.prompt = list(self._extract_prompt_components(prompt).token_ids or ())
         return rendered
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> ErrorResponse | ChatCompletionResponse:
         """Return the whole answer; vLLM calls this method for requests without `stream`."""
-        answer, watch = self._begin(request, kwargs), None
+        (answer, ticket), watch = self._begin(request, kwargs), None
         if self._watches(answer):
             _, _, tokenizer, *_ = args
             parser = self._make_parser(request, tokenizer, self._effective_chat_template_kwargs(request))
-            watch = ToolCallWatch(parser, request, partial(self.engine_client.text_only, request_id)).take
+            watch = ToolCallWatch(parser, request, partial(self.engine_client.text_only, ticket)).take
+        model_name, conversation, *rest = args
+        rest = [model_name, _echoed(conversation) if request.echo else conversation, *rest]
         async with aclosing(answer.text_of(result_generator, request_id, watch=watch)) as text:
-            response = await super().chat_completion_full_generator(request, text, request_id, *args, **kwargs)
+            response = await super().chat_completion_full_generator(request, text, request_id, *rest, **kwargs)
         if isinstance(response, ChatCompletionResponse):
             await answer.complete(response)
         return response
@@ -199,28 +202,43 @@ class OmniServingChat(OpenAIServingChat):
         result_generator: Any,
         request_id: str,
         model_name: str,
+        conversation: list[Any],
         *args: Any,
         **kwargs: Any,
     ) -> AsyncGenerator[str, None]:
         """Yield the answer as server-sent events; vLLM calls this method for requests with `stream`."""
-        answer, stock = self._begin(request, kwargs), super().chat_completion_stream_generator
-        text_only = partial(self.engine_client.text_only, request_id)
+        (answer, ticket), stock = self._begin(request, kwargs), super().chat_completion_stream_generator
+        text_only = partial(self.engine_client.text_only, ticket)
         kind = PartStream if answer.parts else ChatStream
         stream = kind(answer, request_id=request_id, model=model_name, text_only=text_only)
+        said = _echoed(conversation) if request.echo else conversation
         return stream.events(
-            result_generator, lambda text: stock(request, text, request_id, model_name, *args, **kwargs)
+            result_generator, lambda text: stock(request, text, request_id, model_name, said, *args, **kwargs)
         )
 
-    def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> ChatAnswer:
-        """Return the request's `ChatAnswer`, and store in it the prompt's numbers of sound and image tokens.
+    def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> tuple[ChatAnswer, Ticket]:
+        """Return the request's `ChatAnswer` and ticket; store the prompt's numbers of sound and image tokens.
 
         Args:
             hook_arguments: keyword arguments of vLLM's call of a generator; `mm_token_counts` has the numbers.
         """
-        answer = self._answer(request)
+        answer, ticket = self._of(request)
         counts = hook_arguments.get("mm_token_counts") or {}
         answer.prompt_audio, answer.prompt_image = int(counts.get("audio", 0)), int(counts.get("image", 0))
-        return answer
+        return answer, ticket
+
+
+def _echoed(conversation: list[Any]) -> list[Any]:
+    """Return the conversation with the last message's content as text, which vLLM's handler needs for `echo`.
+
+    The renderer makes a list of parts of it, of which vLLM's handler streams the list itself, and reads the `text` of
+    each part, which pictures and sounds do not have.
+    """
+    *earlier, last = conversation or [{}]
+    if not isinstance(last.get("content"), list):
+        return conversation
+    texts = [part["text"] for part in last["content"] if part.get("type") == "text"]
+    return [*earlier, {**last, "content": "\n".join(texts)}]
 
 
 async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatAnswer:

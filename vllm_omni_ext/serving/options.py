@@ -130,14 +130,15 @@ class RequestFields:
         """Check the fields of a request, and return their values.
 
         Args:
-            requested: values by their full name in the request, e.g. "audio.voice", where "voice" is the field. If
-                several names (aliases) denote the same field, the first value that is not None is used.
+            requested: values by their full name in the request, e.g. "audio.voice", where "voice" is the field.
+                Several names (aliases) may denote the same field; None is as if the name were missing.
 
         Returns:
             (checked values by field, full name in the request by field)
 
         Raises:
-            RequestError: a field is unknown or invalid; the error contains its name in the request.
+            RequestError: a field is unknown or invalid, or two names of one field have different values; the error
+                contains its name in the request.
         """
         values: dict[str, Any] = {}
         paths: dict[str, str] = {}
@@ -146,8 +147,12 @@ class RequestFields:
             if field is None:
                 allowed_names = ", ".join(self._fields) or "none"
                 raise RequestError(f"{path}: is unknown; fields of this model: {allowed_names}", parameter=path)
-            if value is not None and field not in values:
+            if value is None:
+                continue
+            if field not in values:
                 values[field], paths[field] = value, path
+            elif values[field] != value:
+                raise RequestError(f"{path}: has another value than '{paths[field]}'; set one of them", parameter=path)
         try:
             checked = self._kind.model_validate(values, by_name=True, by_alias=False)
         except ValidationError as err:

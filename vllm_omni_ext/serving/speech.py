@@ -193,7 +193,7 @@ def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
         stage: `HttpSurface.speech_stage`, the stage whose tokens are limited; "": the model has no such limit.
 
     Raises:
-        RequestError: the body has `max_new_tokens`, and `stage` is "".
+        RequestError: the body has `max_new_tokens`, and `stage` is "", or the stage's `max_tokens` has another value.
     """
     if (most := body.pop(MAX_NEW_TOKENS, None)) is None:
         return body
@@ -201,6 +201,10 @@ def _limited(body: dict[str, Any], stage: str) -> dict[str, Any]:
         raise RequestError(f"{MAX_NEW_TOKENS}: is not available with this model", parameter=MAX_NEW_TOKENS)
     params = body.get(stage)
     if params is None or isinstance(params, dict):
+        if (other := (params or {}).get("max_tokens")) not in (None, most):
+            name = f"{stage}.max_tokens"
+            message = f"{name}: has another value than '{MAX_NEW_TOKENS}', {other!r:.100}; set one of them"
+            raise RequestError(message, parameter=name)
         body[stage] = {"max_tokens": most} | (params or {})
     return body
 

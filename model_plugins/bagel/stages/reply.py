@@ -20,6 +20,7 @@ from vllm_omni_ext.model_plugins.bagel.requests.parts import cut_at_pictures
 from vllm_omni_ext.model_plugins.bagel.stages.processor import VIT
 from vllm_omni_ext.model_plugins.bagel.text import RunningText
 from vllm_omni_ext.plugins.spec import LOGPROBS
+from vllm_omni_ext.wire.stage_input import generated_before
 
 _NOT_POSSIBLE = (
     "logprobs",
@@ -107,6 +108,9 @@ def reply_segments(ids: Sequence[int], features: Sequence[Any], prompts: Prompts
 class Sampling:
     """Samples the tokens of one reply.
 
+    A reply that a lost replica has begun goes on as there: penalties count the tokens that it has generated, which are
+    at the end of the prompt, and the random generator is advanced past the numbers that it has drawn for them.
+
     Args:
         prompt: token ids of the prompt.
         params: parameters of the request.
@@ -120,7 +124,10 @@ class Sampling:
             value = getattr(params, name, None)
             if value if name not in LOGPROBS else value is not None:  # 0 is a number of log probabilities
                 raise ValueError(f"{name}: is not possible in a stage that also makes pictures")
-        self._prompt, self._params = prompt, params
+        self._params = params
+        own = len(prompt) - generated_before(params.extra_args or {})
+        self._prompt, self._before = prompt[:own], prompt[own:]
+        self._drawn_before = 0 if params.seed is None else len(self._before)
         self._generator = torch.Generator("cpu")
         if params.seed is None:
             self._generator.seed()
@@ -135,12 +142,17 @@ class Sampling:
         top_k = None if params.top_k < 1 else torch.tensor([min(params.top_k, row.shape[1])], device=row.device)
         top_p = None if params.top_p >= 1 else torch.tensor([params.top_p], device=row.device)
         row = apply_top_k_top_p(row / params.temperature, top_k, top_p)
-        return int(torch.multinomial(row[0].softmax(-1).cpu(), 1, generator=self._generator))
+        probabilities = row[0].softmax(-1).cpu()
+        for _ in range(self._drawn_before):  # here, as the size of the vocabulary decides how many numbers a draw takes
+            torch.multinomial(torch.ones_like(probabilities), 1, generator=self._generator)
+        self._drawn_before = 0
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def _penalized(self, row: Tensor, generated: Sequence[int]) -> Tensor:
         params = self._params
         values = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         if values == (0, 0, 1):
             return row
-        ids = [torch.tensor([list(each)], dtype=torch.int64, device=row.device) for each in (self._prompt, generated)]
+        parts = self._prompt, [*self._before, *generated]
+        ids = [torch.tensor([list(each)], dtype=torch.int64, device=row.device) for each in parts]
         return apply_penalties(row.clone(), *ids, *(torch.tensor([value], device=row.device) for value in values))

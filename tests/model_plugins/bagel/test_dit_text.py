@@ -29,6 +29,7 @@ from vllm_omni_ext.model_plugins.bagel.prompts import Part
 from vllm_omni_ext.model_plugins.bagel.stages.dit import BagelSingle
 from vllm_omni_ext.model_plugins.bagel.stages.reply import Sampling
 from vllm_omni_ext.wire.envelope import StageError, unpack
+from vllm_omni_ext.wire.stage_input import RESUMED
 
 PAD = 372
 PROMPTS: dict[str, list[Part]] = {
@@ -97,16 +98,30 @@ def test_replies_and_a_picture_together_equal_the_reference(model: Bagel, room: 
         assert tokens_of(engine, case)[:23] == golden(f"{case}_fp32").info["generated_ids"][0][1:]
 
 
-@pytest.mark.parametrize("before", [1, 5, 15])
-def test_a_reply_that_is_resumed_goes_on_as_before(before: int, model: Bagel, room: Callable[..., Room]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 1.0, "seed": 5, "top_k": 20, "presence_penalty": 1.0, "frequency_penalty": 2.0},
+        {"frequency_penalty": 2.0, "repetition_penalty": 1.3},
+    ],
+    ids=lambda given: "-".join(given),
+)
+def test_a_reply_that_is_resumed_goes_on_as_before(
+    given: dict[str, Any], model: Bagel, room: Callable[..., Room]
+) -> None:
     engine = room()
-    ask(engine, "whole", PROMPTS["understand"], model)
+    ask(engine, "whole", PROMPTS["understand"], model, **given)
     engine.run()
     whole = tokens_of(engine, "whole")
     ids, features = rendered(PROMPTS["understand"], model)
-    engine.add("rest", [*ids, *whole[:before]], params(model, 16 - before), features)
+    for before in (1, 5, 15):
+        resumed = params(model, 16 - before, **given, extra_args={RESUMED: before})
+        engine.add(f"after {before}", [*ids, *whole[:before]], resumed, features)
     engine.run()
-    assert whole[:before] + tokens_of(engine, "rest") == whole
+    for before in (1, 5, 15):
+        assert whole[:before] + tokens_of(engine, f"after {before}") == whole
 
 
 def test_a_reply_ends_at_its_stop_tokens(model: Bagel, room: Callable[..., Room]) -> None:
@@ -187,3 +202,11 @@ def test_a_seed_gives_the_same_tokens() -> None:
     runs = [Sampling([3], SamplingParams(seed=seed)) for seed in (1, 1, 2)]
     one, same, other = ([each.choose(LOGITS, ()) for _ in range(40)] for each in runs)
     assert one == same != other
+
+
+def test_the_draws_of_a_lost_replica_are_skipped_for_a_large_vocabulary_too() -> None:
+    logits = torch.zeros(50_000)
+    first = Sampling([3], SamplingParams(seed=1))
+    whole = [first.choose(logits, ()) for _ in range(6)]
+    rest = Sampling([3, *whole[:4]], SamplingParams(seed=1, extra_args={RESUMED: 4}))
+    assert [rest.choose(logits, ()) for _ in range(2)] == whole[4:]

@@ -7,6 +7,7 @@ import math
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +22,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.exception import excepti
 from vllm.exceptions import VLLMError, VLLMValidationError
 from vllm.logger import init_logger
 
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.observability.observer import Observer
 from vllm_omni_ext.serving.options import LARGEST_INTEGER
 from vllm_omni_ext.serving.responses import BadRequest, printable, refusal
@@ -53,7 +54,7 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 def install(app: FastAPI, observer: Observer) -> None:
-    """Make all routes of `app` validate bodies as this module describes, and count invalid bodies in the metrics."""
+    """Make all routes of `app` validate bodies as this module describes, and count refused requests in the metrics."""
     stock: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in CLIENT_ERRORS}
     for kind, handler in (stock | dict.fromkeys(VLLM_CHECK_CRASHES, _malformed_body)).items():
         app.add_exception_handler(kind, _counting(handler, observer))
@@ -66,11 +67,23 @@ def _counting(
     handler: Callable[[Request, Any], Awaitable[Response]], observer: Observer
 ) -> Callable[[Request, Any], Awaitable[Response]]:
     async def counted(request: Request, error: Exception) -> Response:
-        if isinstance(error, RequestValidationError) or _while_reading(error):
-            observer.refused(RequestError("the request's body is not valid", parameter="body"))
-        return await handler(request, error)
+        answer = await handler(request, error)
+        if answer.status_code == HTTPStatus.BAD_REQUEST and not _was_counted(error):
+            parameter = getattr(error, "parameter", None) or "body"
+            observer.refused(RequestError("the request is not valid", parameter=parameter))
+        return answer
 
     return counted
+
+
+def _was_counted(error: BaseException | None) -> bool:
+    """Return whether the orchestrator has counted the error that was converted to `error`, as one of a stage.
+
+    It counts the failures of requests that have begun, and adds a note to each.
+    """
+    while error is not None and not (isinstance(error, OmniError) and hasattr(error, "__notes__")):
+        error = error.__cause__
+    return error is not None
 
 
 def _while_reading(error: Exception) -> bool:
