@@ -115,7 +115,7 @@ def by_request(runner: Any, chunk: LongestChunk) -> Callable[[Any], list[Any]]:
         for part in _parts(step.scheduled_encoder_inputs, features_of):
             some = copy.copy(step)
             some.scheduled_encoder_inputs = part
-            chunk.frames = _lacking_chunk(part, features_of)
+            chunk.frames = _lacking_chunk(part, features_of, lambda req_id: longest_chunk(features_of(req_id)))
             outputs += execute(some)
         return outputs
 
@@ -123,29 +123,48 @@ def by_request(runner: Any, chunk: LongestChunk) -> Callable[[Any], list[Any]]:
 
 
 def by_request_v2(runner: Any, chunk: LongestChunk) -> Callable[[Due], None]:
-    """Return a replacement for the `execute_mm_encoder` of Model Runner V2's model state; see `by_request`."""
-    execute = runner.model_state.execute_mm_encoder
+    """Return a replacement for the `execute_mm_encoder` of Model Runner V2's model state; see `by_request`.
+
+    The longest chunk of each request's sounds is read when the request is added: vLLM 0.33 drops the data of a sound
+    that is computed, or covered by the prefix cache, before the encoder runs.
+    """
+    execute, cache = runner.model_state.execute_mm_encoder, runner.encoder_cache
+    add, remove = cache.add_request, cache.remove_request
+    longest: dict[str, int] = {}
+
+    def add_request(req_id: str, features: Sequence[Any]) -> None:
+        longest[req_id] = longest_chunk(features)
+        add(req_id, features)
+
+    def remove_request(req_id: str) -> None:
+        longest.pop(req_id, None)
+        remove(req_id)
 
     def features_of(req_id: str) -> Sequence[Any]:
-        return runner.encoder_cache.mm_features[req_id]  # type: ignore[no-any-return]
+        return cache.mm_features[req_id]  # type: ignore[no-any-return]
 
     def execute_apart(due: Due) -> None:
         for part in _parts(due, features_of):
-            chunk.frames = _lacking_chunk(part, features_of)
+            chunk.frames = _lacking_chunk(part, features_of, longest.__getitem__)
             execute(part)
+
+    cache.add_request, cache.remove_request = add_request, remove_request
 
     return execute_apart
 
 
-def _lacking_chunk(part: Due, features_of: Callable[[str], Sequence[Any]]) -> int:
+def _lacking_chunk(part: Due, features_of: Callable[[str], Sequence[Any]], longest_of: Callable[[str], int]) -> int:
     """Return the length of the chunk of zeros that is added to an encoder call, in feature frames; 0 for no chunk.
 
     A call has sounds of one request at most. If the call lacks the longest chunk of that request's sounds, the added
     chunk has the length of the longest chunk.
+
+    Args:
+        longest_of: returns the length of the longest chunk of a request's sounds.
     """
     for req_id, items in part.items():
         features = features_of(req_id)
-        encoded, longest = longest_chunk(features[item] for item in items), longest_chunk(features)
+        encoded, longest = longest_chunk(features[item] for item in items), longest_of(req_id)
         if 0 < encoded < longest:
             return longest
     return 0

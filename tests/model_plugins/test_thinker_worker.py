@@ -26,6 +26,23 @@ def feature(modality: str | None) -> Any:
     return SimpleNamespace(modality=modality or "audio", data=None if modality is None else data)
 
 
+class Cache:
+    """Media of Model Runner V2's requests."""
+
+    def __init__(self) -> None:
+        self.mm_features: dict[str, list[Any]] = {}
+
+    def add_request(self, req_id: str, features: list[Any]) -> None:
+        self.mm_features[req_id] = list(features)
+
+    def remove_request(self, req_id: str) -> None:
+        del self.mm_features[req_id]
+
+    def add(self, requests: dict[str, list[Any]]) -> None:
+        for req_id, features in requests.items():
+            self.add_request(req_id, features)
+
+
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize(
     ("names", "calls"),
@@ -46,8 +63,9 @@ def test_requests_with_sound_are_encoded_apart(names: list[str], calls: list[lis
     chunk: Any = SimpleNamespace(frames=0)
     if v2:
         state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(dict(due)))
-        runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
+        runner = SimpleNamespace(model_state=state, encoder_cache=Cache())
         encode_apart(runner, chunk)
+        runner.encoder_cache.add(features)
         runner.model_state.execute_mm_encoder(due)
     else:
 
@@ -102,8 +120,9 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(
 
     if v2:
         state = SimpleNamespace(execute_mm_encoder=execute)
-        runner = SimpleNamespace(model_state=state, encoder_cache=SimpleNamespace(mm_features=features))
+        runner = SimpleNamespace(model_state=state, encoder_cache=Cache())
         encode_apart(runner, chunk)
+        runner.encoder_cache.add(features)
         runner.model_state.execute_mm_encoder(due)
     else:
         requests = {name: SimpleNamespace(mm_features=each) for name, each in features.items()}
@@ -111,6 +130,23 @@ def test_sounds_are_padded_as_in_a_call_with_all_sounds_of_the_prompt(
         encode_apart(runner, chunk)
         runner._execute_mm_encoder(SimpleNamespace(scheduled_encoder_inputs=due))
     assert seen == calls
+
+
+def test_sounds_are_padded_with_a_longer_one_whose_data_is_gone() -> None:
+    """vLLM 0.33 drops the data of computed media."""
+    chunk: Any = SimpleNamespace(frames=0)
+    seen: list[int] = []
+    cache = Cache()
+    state = SimpleNamespace(execute_mm_encoder=lambda due: seen.append(chunk.frames))
+    encode_apart(SimpleNamespace(model_state=state, encoder_cache=cache), chunk)
+    long, short = feature("audio"), feature("audio")
+    long.data[LENGTH].data = 250
+    cache.add({"r": [long, short]})
+    cache.mm_features["r"][0] = SimpleNamespace(modality="audio", data=None)
+    state.execute_mm_encoder({"r": [1]})
+    assert seen == [100]
+    cache.remove_request("r")
+    assert cache.mm_features == {}
 
 
 def test_positions_are_computed_for_whole_sounds() -> None:

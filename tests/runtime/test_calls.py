@@ -357,3 +357,10 @@ async def test_a_stage_whose_weights_cannot_be_replaced_keeps_them(
     await bench.calls.to(["talker"], "sleep_async", 1, "abort")
     await bench.calls.to(["talker"], "collective_rpc_async", "check_health", None, (), {})
     assert len(bench.called()) == 6
+
+
+async def test_a_pause_of_vllm_0_33_is_the_pause_of_all_stages() -> None:
+    bench = Bench()
+    await bench.calls.everywhere("pause_generation_async", mode="keep", clear_cache=True)
+    assert bench.log == [(str(name), "pause_scheduler", ("keep", True)) for name in NAMES]
+    assert all(pool.is_asleep(replica) for pool in bench.pools.values() for replica in pool.replicas)

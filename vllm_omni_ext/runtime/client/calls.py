@@ -30,6 +30,9 @@ TIMEOUT_S = 600.0
 
 SLEEP, WAKE, PROFILE = "sleep_async", "wake_up_async", "profile_async"
 PAUSE, RESUME = "pause_scheduler_async", "resume_scheduler_async"
+REJECTING_PAUSE = "pause_generation_async"
+"""vLLM 0.33's pause of one engine, which rejects new requests. Parts and chunks of running requests are new to it, so
+that `PAUSE` is sent instead; the pools hold the requests."""
 RPC = "collective_rpc_async"
 
 DROPS_WEIGHTS = 2
@@ -226,6 +229,8 @@ class Calls:
             StageUnavailable: there is no live replica.
             RequestError: the call would replace weights that cannot be replaced; no replica was called.
         """
+        if utility == REJECTING_PAUSE:
+            utility = PAUSE
         call = _BY_UTILITY.get(utility, OperatorCall())
         replicas = self._live(self._pools) if call.every_stage else self._live_frontend()
         if not replicas:
