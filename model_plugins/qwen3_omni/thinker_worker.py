@@ -95,7 +95,8 @@ def correct_positions(model: Any, times: Clock) -> None:
 def encode_apart(runner: Any, chunk: LongestChunk) -> None:
     """Patch a runner (V1 or V2, with its model loaded) so that an encoder call has the sounds of one request only."""
     if hasattr(runner, "model_state"):
-        runner.model_state.execute_mm_encoder = by_request_v2(runner, chunk)
+        if runner.encoder_cache is not None:  # it is None if `limit_mm_per_prompt` allows no media
+            runner.model_state.execute_mm_encoder = by_request_v2(runner, chunk)
     else:
         runner._execute_mm_encoder = by_request(runner, chunk)
 

@@ -149,6 +149,14 @@ def test_sounds_are_padded_with_a_longer_one_whose_data_is_gone() -> None:
     assert cache.mm_features == {}
 
 
+def test_a_thinker_without_media_is_loaded() -> None:
+    """Model Runner V2 has no encoder cache if `limit_mm_per_prompt` allows no media."""
+    state = SimpleNamespace(execute_mm_encoder="stock")
+    chunk: Any = SimpleNamespace(frames=0)
+    encode_apart(SimpleNamespace(model_state=state, encoder_cache=None), chunk)
+    assert state.execute_mm_encoder == "stock"
+
+
 def test_positions_are_computed_for_whole_sounds() -> None:
     model = SimpleNamespace(get_mrope_input_positions=lambda tokens, features: (torch.tensor(tokens), len(features)))
     correct_positions(model, Clock(per_second=13, merge=2, own_marks=True))

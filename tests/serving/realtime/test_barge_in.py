@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tests.support.loop_clock import settle, stopped_clock
-from tests.support.realtime import OFFER, PCM_MS, Checker
+from tests.support.realtime import OFFER, PCM_MS, Checker, Driver
 from vllm_omni_ext.connectors.playback import Player
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.chunks import AudioChunk
 from vllm_omni_ext.serving.realtime import answering
-from vllm_omni_ext.serving.realtime.answering import PIECE_MS
+from vllm_omni_ext.serving.realtime.answering import PACERS, PIECE_MS, Answers
 from vllm_omni_ext.serving.realtime.connection import Connection
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.pacing import AHEAD_MS
@@ -179,3 +180,36 @@ def test_sound_that_waits_for_a_client_that_does_not_read_is_dropped_at_an_inter
     assert client.of("response.done")[0]["response"]["status"] == "cancelled"
     client = asyncio.run(interrupted([(0, 5000)], 3000, {"type": "input_audio_buffer.clear"}, 2000))
     assert client.player.sound == pytest.approx(5.0), "without an interruption nothing is dropped"
+
+
+async def test_the_played_sound_of_a_response_is_known_after_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stopped_clock() as advance:
+
+        async def at_once(work: Callable[..., Any], *args: Any) -> Any:
+            return work(*args)
+
+        monkeypatch.setattr(answering.asyncio, "to_thread", at_once)
+        driver, chat = Driver(), Chat([])
+        metrics = Metrics("tiny", CollectorRegistry())
+        answers = Answers(chat, driver.take, metrics, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+        answers.session = driver.session
+
+        async def answered(chunks: list[tuple[int, int]], **fields: Any) -> str:
+            chat._chunks = chunks
+            response = driver.respond(**fields)
+            answers.start(driver.generate)
+            await advance(1.0)
+            return response
+
+        apart = {"conversation": "none"}
+        running = await answered([(0, 200), (10**9, 100)], **apart)
+        spoken = await answered([(0, 300)])
+        for _ in range(PACERS + 1):
+            await answered([], **apart, output_modalities=["text"])
+        assert answers.played_ms(spoken) == pytest.approx(300)
+        for _ in range(PACERS + 1):
+            await answered([(0, 100)], **apart)
+        assert driver.session.responses == (running,)
+        assert answers.played_ms(running) == pytest.approx(200), "it may be interrupted yet"
+        assert answers.played_ms(spoken) == math.inf and answers.remaining_ms(spoken) == 0.0
+        await answers.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.realtime import OFFER, SILENT, SPOKEN, Driver, kinds, silence
+from tests.support.realtime import OFFER, SILENT, SPOKEN, Driver, check_type, kinds, silence
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.response import Usage
 from vllm_omni_ext.serving.realtime.session import Detect, Detection, StopTranscribing, Transcribe
@@ -446,7 +449,7 @@ def test_function_calls_are_done_before_the_sound_has_been_sent() -> None:
     session = driver.session
     response = driver.respond()
     driver.take(session.text(response, "One moment."))
-    session.made(response, 500, last=False)
+    session.made(response, 500, last=True)
     driver.take(session.call(response, 0, "weather", ""))
     driver.take(session.call(response, 0, None, '{"city": "Bern"}'))
     driver.take(session.call(response, 1, "time", "{}"))
@@ -454,6 +457,7 @@ def test_function_calls_are_done_before_the_sound_has_been_sent() -> None:
     driver.take(session.generated(response, "tool_calls", Usage()))
     assert driver.last("response.function_call_arguments.done")["arguments"] == "{}"
     assert "response.done" not in driver.kinds()
+    driver.take(session.sound(response, bytes(48 * 500), 500))
     driver.take(session.drained(response))
     done = driver.last("response.done")["response"]
     assert [each["type"] for each in done["output"]] == ["message", "function_call", "function_call"]
@@ -478,6 +482,41 @@ def test_a_call_that_was_cut_off_is_incomplete_and_not_in_the_next_prompt(finish
     assert done["output"][0]["status"] == "incomplete"
     driver.respond()
     assert driver.generate.messages == []
+
+
+def test_a_call_without_arguments_is_complete() -> None:
+    driver = Driver()
+    response = driver.respond(output_modalities=["text"])
+    driver.take(driver.session.call(response, 0, "time", ""))
+    driver.take(driver.session.call(response, 1, "date", ""))
+    driver.answer(response, finish="tool_calls")
+    done = driver.last("response.done")["response"]
+    assert (done["status"], done["status_details"]) == ("completed", None)
+    assert [(each["arguments"], each["status"]) for each in done["output"]] == [("{}", "completed")] * 2
+    deltas = [each["delta"] for each in driver.events if each["type"] == "response.function_call_arguments.delta"]
+    assert deltas == ["{}", "{}"]
+
+
+def test_a_call_that_a_token_limit_cut_off_before_its_arguments_gets_none() -> None:
+    driver = Driver()
+    response = driver.respond(output_modalities=["text"])
+    driver.take(driver.session.call(response, 0, "time", ""))
+    driver.answer(response, finish="length")
+    (call,) = driver.last("response.done")["response"]["output"]
+    assert (call["arguments"], call["status"]) == ("", "incomplete")
+
+
+def test_speech_that_a_call_cut_off_was_heard_as_far_as_it_was_sent() -> None:
+    driver = Driver()
+    response = driver.respond()
+    driver.take(driver.session.text(response, "Of course, let me look up the weather in Bern for you."))
+    driver.session.made(response, 500, last=False)
+    driver.take(driver.session.sound(response, bytes(48), 500))
+    driver.take(driver.session.call(response, 0, "weather", "{}"))
+    driver.answer(response, finish="tool_calls")
+    assert driver.last("response.done")["response"]["status"] == "completed"
+    driver.respond()
+    assert driver.generate.messages[0]["content"] == "Of course,"
 
 
 def test_one_response_at_a_time_writes_to_the_conversation() -> None:
@@ -624,6 +663,21 @@ def test_a_prompt_that_is_too_long_loses_its_oldest_items(truncation: Any) -> No
     assert [each["content"][0]["text"][0] for each in driver.generate.messages[:-1]] == left
 
 
+@pytest.mark.parametrize("first", [{"type": "item_reference", "id": "a"}, {"id": "a"}])
+def test_a_shortened_input_of_a_response_drops_nothing_from_later_prompts(first: dict[str, Any]) -> None:
+    driver = Driver()
+    driver.user("a", id="a")
+    driver.user("b", id="b")
+    text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 100}]}
+    given = [first if "type" in first else {**text, **first}, text, text]
+    response = driver.respond(conversation="none", output_modalities=["text"], input=given)
+    driver.take(driver.session.shorten(response))
+    assert len(driver.generate.messages) < len(given)
+    driver.answer(response, "Yes.")
+    driver.respond()
+    assert [each["content"][0]["text"] for each in driver.generate.messages] == ["a", "b"]
+
+
 def test_a_prompt_is_not_shortened_below_its_last_item_or_if_truncation_is_off() -> None:
     driver = Driver()
     driver.user("a")
@@ -721,6 +775,40 @@ def test_an_update_within_a_turn_that_changes_no_detection_keeps_the_turn() -> N
     assert stopped["item_id"] == started["item_id"]
 
 
+def test_other_settings_of_detection_keep_the_turn() -> None:
+    driver = Driver(manual=False)
+    (started,) = driver.hear(320, SPOKEN)
+    commands = len(driver.commands)
+    update(driver, audio={"input": {"turn_detection": {"type": "server_vad", "silence_duration_ms": 900}}})
+    assert not [each for each in driver.commands[commands:] if isinstance(each, Detection | Detect)]
+    assert driver.hear(320, SPOKEN) == driver.hear(640, SILENT) == []
+    (stopped, *others) = driver.hear(320, SILENT)
+    assert (stopped["type"], stopped["audio_end_ms"]) == ("input_audio_buffer.speech_stopped", 640 + 900)
+    assert kinds(others)[:3] == COMMITTED and stopped["item_id"] == started["item_id"]
+    (item,) = driver.session.conversation
+    assert item.content[0].sound is not None and item.content[0].sound.ms == 640 + 900
+
+
+def test_a_turn_in_which_detection_is_turned_off_is_committed_as_its_item() -> None:
+    driver = Driver(manual=False)
+    (started,) = driver.hear(320, SPOKEN)
+    update(driver, audio={"input": {"turn_detection": None}})
+    events = driver.send("input_audio_buffer.commit")
+    assert kinds(events) == COMMITTED and events[0]["item_id"] == started["item_id"]
+    driver.append(100)
+    assert driver.send("input_audio_buffer.commit")[0]["item_id"] != started["item_id"]
+
+
+def test_detection_that_is_turned_on_again_finds_the_turn_anew() -> None:
+    driver = Driver(manual=False)
+    (started,) = driver.hear(320, SPOKEN)
+    update(driver, audio={"input": {"turn_detection": None}})
+    update(driver, audio={"input": {"turn_detection": {"type": "server_vad"}}})
+    assert isinstance(driver.commands[-1], Detect) and driver.detection().from_ms == 0
+    (again,) = driver.take(driver.session.frames([(32.0, SPOKEN), (64.0, SPOKEN)]))
+    assert again["type"] == "input_audio_buffer.speech_started" and again["item_id"] != started["item_id"]
+
+
 def test_a_commit_within_a_turn_ends_it() -> None:
     driver = Driver(manual=False)
     (started,) = driver.hear(320, SPOKEN)
@@ -745,6 +833,17 @@ def test_silence_after_an_answer_is_committed_and_answered() -> None:
     assert (events[0]["audio_start_ms"], events[0]["audio_end_ms"]) == (640, 5640)
     sound = driver.session.conversation.find(events[0]["item_id"]).content[0].sound
     assert sound is not None and sound.ms == 5000
+
+
+def test_the_silence_after_an_answer_goes_on_when_detection_gets_other_settings() -> None:
+    driver = Driver(manual=False)
+    update(driver, audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}})
+    driver.answer(driver.respond(), "Yes.", ms=700)
+    driver.hear(1600, SILENT)
+    update(driver, audio={"input": {"turn_detection": {"type": "server_vad", "threshold": 0.6}}})
+    (event, *_) = driver.hear(3520, SILENT)
+    assert event["type"] == "input_audio_buffer.timeout_triggered"
+    assert (event["audio_start_ms"], event["audio_end_ms"]) == (0, 5000)
 
 
 # -- transcripts of input sound ---------------------------------------------------------------------------------
@@ -814,3 +913,73 @@ def test_retrieved_items_restore_a_conversation_in_another_session() -> None:
     assert other.generate.messages == expected
     assert [part["role"] for part in expected] == ["system", "user", "assistant", "user", "assistant", "tool"]
     assert expected[2]["content"] == "one two"
+
+
+class Talk:
+    """The methods of the official client's connection that docs/realtime.md calls, on a session without sockets."""
+
+    def __init__(self) -> None:
+        self.driver = Driver()
+        self.seen = len(self.driver.events)
+        self.session = self.conversation = self.item = self
+
+    async def update(self, *, session: dict[str, Any]) -> None:
+        update(self.driver, **session)
+
+    async def retrieve(self, *, item_id: str) -> None:
+        self.driver.send("conversation.item.retrieve", item_id=item_id)
+
+    async def create(self, *, item: dict[str, Any]) -> None:
+        assert kinds(self.driver.send("conversation.item.create", item=item))[0] == "conversation.item.added"
+
+    async def read(self, page: SimpleNamespace) -> None:
+        """Pass the events since the last call to the documented function."""
+        while self.seen < len(self.driver.events):
+            self.seen += 1
+            await page.keep(self, check_type(self.driver.events[self.seen - 1]))
+
+    def prompt(self) -> list[dict[str, Any]]:
+        response = self.driver.respond(output_modalities=["text"])
+        self.driver.send("response.cancel", response_id=response)
+        return self.driver.generate.messages
+
+
+async def test_the_documented_functions_restore_a_conversation() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "realtime.md").read_text(encoding="utf-8")
+    (code,) = (each for each in re.findall("```python\n(.*?)```", text, re.DOTALL) if "def restore" in each)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    page, talk = SimpleNamespace(**names), Talk()
+    driver, session = talk.driver, talk.driver.session
+    driver.user("How is the weather?", id="first")
+    response = driver.respond()
+    driver.take(session.text(response, "One moment."))
+    driver.take(session.call(response, 0, "weather", "{}"))
+    session.made(response, 100, last=True)
+    driver.take(session.generated(response, "tool_calls", Usage()))  # the call is done, the sound is not sent yet
+    await talk.read(page)
+    driver.take(session.sound(response, bytes(4800), 100))
+    driver.take(session.drained(response))
+    call = driver.last("response.function_call_arguments.done")["call_id"]
+    driver.send("conversation.item.create", item={"type": "function_call_output", "call_id": call, "output": "rain"})
+    for arguments in ("{}", '{"a":'):  # calls that are cut off
+        response = driver.respond(output_modalities=["text"])
+        driver.take(session.call(response, 0, "weather", arguments))
+        driver.send("response.cancel")
+    driver.user("Deleted", id="deleted")
+    driver.user("Hello", id="hello")
+    driver.send("conversation.item.delete", item_id="deleted")
+    greeting = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    driver.send("conversation.item.create", item=greeting, previous_item_id="first")
+    await talk.read(page)
+    expected = talk.prompt()
+    driver.take(session.text(driver.respond(), "This is in progress"))
+    await talk.read(page)
+
+    for _ in range(2):  # the new session is lost too
+        talk = Talk()
+        await page.restore(talk, {"type": "realtime", "instructions": ""})
+        await talk.read(page)
+        assert talk.prompt() == expected
+    assert [each["role"] for each in expected] == ["user", "user", "assistant", "tool", "user"]
+    assert expected[2]["content"] == "One moment." and expected[2]["tool_calls"]

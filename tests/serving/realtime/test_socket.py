@@ -274,6 +274,20 @@ async def test_a_tool_call_is_not_spoken(address: str, engine: ScriptedOmni) -> 
     assert len(prompt) > len(engine.calls[0].prompt["prompt_token_ids"])
 
 
+async def test_a_spoken_sentence_that_a_tool_call_cuts_off_is_kept_as_far_as_it_was_sent(
+    address: str, engine: ScriptedOmni
+) -> None:
+    call = [CALL[at : at + 9] for at in range(0, len(CALL), 9)]
+    engine.script = ["Let me look that up.", sound(7200, frames=1), *call, sound(24000, frames=20, finished=True)]
+    async with connected(address) as client:
+        await client.send("session.update", session={**MANUAL, "tools": [WEATHER]})
+        done = await client.respond()
+        assert (done.status, [each.type for each in done.output]) == ("completed", ["message", "function_call"])
+        await client.send("conversation.item.retrieve", item_id=done.output[0].id)
+        found = (await client.until("conversation.item.retrieved")).item
+        assert found.content[0].transcript == "Let me", "the sound of 300 ms was sent"
+
+
 async def test_a_cancelled_answer_is_aborted(address: str, engine: ScriptedOmni) -> None:
     engine.script = ["once ", asyncio.Event().wait, "upon"]
     async with connected(address) as client:

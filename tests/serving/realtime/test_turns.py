@@ -173,6 +173,33 @@ def test_a_detector_with_other_settings_goes_on_where_the_one_before_ended() -> 
     assert detector.write(frames((64, 0), (320, 1), begin=6400)) == [SpeechStarted(6400)]
 
 
+@pytest.mark.parametrize("settings", [ServerVad(silence_duration_ms=900), SemanticVad()])
+def test_a_turn_goes_on_with_other_settings(settings: Any) -> None:
+    detector = TurnDetector(ServerVad())
+    assert detector.write(frames((320, 1), (320, 0))) == [SpeechStarted(0)]
+    detector.use(settings, lambda start, end: 1.0, from_ms=0)
+    silence = PAUSE_MS if isinstance(settings, SemanticVad) else 900
+    assert detector.write(frames((640, 0), begin=640)) == [SpeechStopped(320 + silence)]
+
+
+def test_other_settings_keep_the_wait_for_silence_if_they_have_one() -> None:
+    detector = TurnDetector(ServerVad(idle_timeout_ms=5000))
+    detector.idle_from(1000)
+    detector.use(ServerVad(idle_timeout_ms=1000), from_ms=0)
+    assert detector.write(frames((3200, 0))) == [IdleTimeout(1000, 2000)]
+    detector.idle_from(3200)
+    detector.use(ServerVad(), from_ms=0)
+    detector.use(ServerVad(idle_timeout_ms=1000), from_ms=0)
+    assert detector.write(frames((3200, 0), begin=3200)) == []
+
+
+def test_a_turn_after_other_settings_has_only_sound_that_is_left() -> None:
+    detector = TurnDetector(ServerVad(prefix_padding_ms=0))
+    detector.write(frames((640, 0)))
+    detector.use(ServerVad(), from_ms=500)
+    assert detector.write(frames((320, 1), begin=640)) == [SpeechStarted(500)]
+
+
 class Judge:
     """Completeness that was set before; records the calls."""
 

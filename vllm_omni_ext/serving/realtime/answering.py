@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import math
 import time
 import wave
 from collections import OrderedDict
@@ -46,7 +47,9 @@ PIECE_MS = 100
 """Largest length of the sound in one event, in milliseconds."""
 
 PACERS = 16
-"""Number of responses with a `Pacer`: a client may still play the sound of a response when later ones have begun."""
+"""Number of spoken responses whose `Pacer` is kept: a client may still play one when later ones have begun.
+
+More are kept only while their responses are running."""
 
 TRANSCRIPTIONS = 4
 """Limit of the simultaneous transcriptions of one session; further ones wait."""
@@ -130,9 +133,12 @@ class Answers:
         return {} if trace is None else as_metrics(trace)
 
     def played_ms(self, response_id: str) -> float:
-        """Return the milliseconds of a response's sound that the client has played."""
+        """Return the milliseconds of a response's sound that the client has played.
+
+        It is `math.inf` without a pacer: the response is so old that all its sound was played long ago.
+        """
         pacer = self._pacers.get(response_id)
-        return 0.0 if pacer is None else pacer.played_ms(self._clock())
+        return math.inf if pacer is None else pacer.played_ms(self._clock())
 
     def remaining_ms(self, response_id: str) -> float:
         """Return the milliseconds of a response's sound that were sent, and that the client has not played yet."""
@@ -203,7 +209,7 @@ class Answers:
             made["request_id"] = response_id  # in logs and traces
             return made
 
-        player = _Player(self._pacer(response_id), command.settings["audio"]["output"]["format"], self._clock)
+        player = _Player(self._pacer(command), command.settings["audio"]["output"]["format"], self._clock)
         reading = _Reading()
         sending = asyncio.create_task(self._send(response_id, player, began))
         try:
@@ -223,10 +229,14 @@ class Answers:
             await asyncio.wait([sending])
         self._take(session.drained(response_id))
 
-    def _pacer(self, response_id: str) -> Pacer:
-        pacer = self._pacers[response_id] = Pacer()
-        while len(self._pacers) > PACERS:
-            self._pacers.popitem(last=False)
+    def _pacer(self, command: Generate) -> Pacer:
+        """Return a new pacer. That of a spoken response is kept; the oldest of the others are removed for it."""
+        pacer = Pacer()
+        if AUDIO in modalities(command.settings):
+            self._pacers[command.response_id] = pacer
+            ended = [each for each in self._pacers if each not in self._tasks]
+            for each in ended[: max(0, len(self._pacers) - PACERS)]:
+                del self._pacers[each]
         return pacer
 
     async def _send(self, response_id: str, player: _Player, began: float) -> None:

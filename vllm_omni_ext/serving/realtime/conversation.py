@@ -171,10 +171,17 @@ def make_item(given: Strict, settings: Settings, new_id: Callable[[str], str], p
     """
     item_id = getattr(given, "id", None) or new_id("item")
     if isinstance(given, FunctionCall):
-        if not is_json_object(given.arguments):
+        whole = given.status != INCOMPLETE  # a call that was cut off may be restored; prompts omit it
+        if whole and not is_json_object(given.arguments):
             raise ClientError(f"{path}.arguments: must be a JSON object", code=WRONG_VALUE, param=f"{path}.arguments")
-        call_id = given.call_id or new_id("call")
-        return Item(id=item_id, type="function_call", name=given.name, call_id=call_id, arguments=given.arguments)
+        return Item(
+            id=item_id,
+            type="function_call",
+            status=COMPLETED if whole else INCOMPLETE,
+            name=given.name,
+            call_id=given.call_id or new_id("call"),
+            arguments=given.arguments,
+        )
     if isinstance(given, FunctionCallOutput):
         return Item(id=item_id, type="function_call_output", call_id=given.call_id, output=given.output)
     if isinstance(given, SystemMessage):

@@ -59,7 +59,7 @@ class SpeechFrames:
         self._computed: dict[tuple[float, float], float] = {}
 
     def begin(self, sound_format: dict[str, Any] | None, from_ms: float) -> None:
-        """Reset before new sound; called at the start of a session and when its format or turn detection changes.
+        """Reset before new sound; called at a session's start, at a new format, and if detection is turned on or off.
 
         Args:
             sound_format: format of the sound, e.g. {"type": "audio/pcm", "rate": 24000}; None: turn detection is off.

@@ -283,7 +283,10 @@ class ResponseFields(Inference):
 
 
 class ItemFields(Strict):
-    """Base class of conversation items: the fields that all items have. `status` has no effect, as in OpenAI's API."""
+    """Base class of conversation items: the fields that all items have.
+
+    `status` has no effect, as in OpenAI's API, except that a function call may be "incomplete"; see `make_item`.
+    """
 
     id: Id | None = None
     object: Literal["realtime.item"] | None = None

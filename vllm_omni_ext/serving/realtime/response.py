@@ -83,6 +83,7 @@ class Response:
         settings: settings of the session, overridden by those of the response.
         conversation_id: id of the conversation to which the output items are added; None: they are not added to one.
         context: the conversation items of the prompt.
+        of_conversation: `context` is the conversation; False: it is the response's own `input`.
         opened: adds an item to the conversation, and returns the event about it.
         closed: returns the event about the completion of an item in the conversation.
     """
@@ -94,6 +95,7 @@ class Response:
         *,
         conversation_id: str | None,
         context: list[Item],
+        of_conversation: bool,
         metadata: dict[str, str] | None,
         new_id: Callable[[str], str],
         opened: Callable[[Item], Event],
@@ -103,6 +105,7 @@ class Response:
         self.settings = settings
         self.conversation_id = conversation_id
         self.context = context
+        self.of_conversation = of_conversation
         self.usage: Usage | None = None
         self.finish_reason = ""
         self._metadata = metadata
@@ -127,6 +130,11 @@ class Response:
         if self._message is None or not self.speaks:
             return None
         return self._message.item, self._message.item.content[0]
+
+    @property
+    def calls_function(self) -> bool:
+        """Whether the output has a function call."""
+        return bool(self._calls)
 
     @property
     def cut_off(self) -> bool:
@@ -188,7 +196,7 @@ class Response:
         """
         events: list[Event] = []
         if index not in self._calls:
-            events += self._close_calls()
+            events += [*self._fill_calls(), *self._close_calls()]
             item = Item(
                 id=self._new_id("item"),
                 type="function_call",
@@ -197,17 +205,8 @@ class Response:
                 call_id=self._new_id("call"),
             )
             self._calls[index] = self._output(item, events)
-        output = self._calls[index]
         if arguments:
-            output.item.arguments += arguments
-            events.append(
-                event(
-                    "response.function_call_arguments.delta",
-                    **self._place(output),
-                    call_id=output.item.call_id,
-                    delta=arguments,
-                )
-            )
+            events.append(self._add_arguments(self._calls[index], arguments))
         return events
 
     def generated(self, finish_reason: str, usage: Usage) -> list[Event]:
@@ -216,7 +215,8 @@ class Response:
         Generated sound may still be unsent. Function calls are closed without a wait for the sound.
         """
         self.finish_reason, self.usage = finish_reason, usage
-        return [] if self.cut_off else self._close_calls()
+        events = [] if finish_reason == LENGTH else self._fill_calls()
+        return events if self.cut_off else [*events, *self._close_calls()]
 
     def end(self, status: str, details: dict[str, Any] | None = None) -> list[Event]:
         """End the response; return the last events of its open items, and `response.done`.
@@ -256,6 +256,16 @@ class Response:
         if self.conversation_id is not None:
             events.append(self._opened(item))
         return output
+
+    def _add_arguments(self, output: Output, arguments: str) -> Event:
+        output.item.arguments += arguments
+        kind = "response.function_call_arguments.delta"
+        return event(kind, **self._place(output), call_id=output.item.call_id, delta=arguments)
+
+    def _fill_calls(self) -> list[Event]:
+        """Add the arguments {} to calls that the model has finished without arguments, and return their events."""
+        empty = [each for each in self._calls.values() if each.open and not each.item.arguments.strip()]
+        return [self._add_arguments(each, "{}") for each in empty]
 
     def _close_calls(self) -> list[Event]:
         events = []

@@ -158,7 +158,7 @@ class Playback(Protocol):
     """How much of the sound that was sent a client has played, by response; implemented by `Answers`."""
 
     def played_ms(self, response_id: str) -> float:
-        """Return the milliseconds of a response's sound that the client has played."""
+        """Return the milliseconds of a response's sound that the client has played; `math.inf`: all, long ago."""
 
     def remaining_ms(self, response_id: str) -> float:
         """Return the milliseconds of a response's sound that were sent, and that the client has not played yet."""
@@ -204,7 +204,7 @@ class Session:
         self.buffer = InputBuffer(self._input["format"], limits.buffer_bytes)
         self._detector: TurnDetector | None = None
         self._speech_item = ""
-        """During a turn: id of the item that will contain the turn's sound; "" between turns."""
+        """During a turn, and if detection is turned off within it: id of the item with the turn's sound; else ""."""
         self._steps_ahead = 0
         """Length of the turn's sound at the last `ComputeAhead`, in block lengths / `STEPS_A_BLOCK`; 0: none sent."""
         self._responses: dict[str, Response] = {}
@@ -304,7 +304,7 @@ class Session:
         now = self._input
         self.buffer.use(now["format"])
         if _detection(now) != _detection(before):
-            outs += self._detect_anew()
+            outs += self._detect_anew(other_format=now["format"] != before["format"])
         return outs
 
     @property
@@ -387,20 +387,32 @@ class Session:
 
     # -- turns --------------------------------------------------------------------------------------------------
 
-    def _detect_anew(self) -> Outs:
-        """Replace the turn detector after a change of the settings.
+    def _detect_anew(self, *, other_format: bool = False) -> Outs:
+        """Turn detection of turns on or off, or give the detector other settings, as those of the session say.
+
+        A turn and a pending idle timeout outlast a change of the settings. A client that turns detection off within a
+        turn commits the turn itself, as the announced item.
+
+        Args:
+            other_format: the format of the input sound has changed; the buffer is empty then.
 
         Returns:
-            commands to compute the probabilities of speech in the sound that is in the buffer (`Detection`, `Detect`).
+            commands to compute the probabilities of speech (`Detection`), when detection is turned on also those of the
+            sound that is in the buffer (`Detect`).
         """
-        found, was_on = self._input["turn_detection"], self._detector is not None
-        self._speech_item, self._detector = "", None
-        outs = self._stop_ahead()
+        found, start_ms = self._input["turn_detection"], self.buffer.start_ms
+        detection = Detection(format=self._input["format"], from_ms=start_ms)
+        if found is not None and self._detector is not None:
+            self._detector.use(_detector_settings(found), self._completeness, from_ms=start_ms)
+            return [detection] if other_format else []
+        outs, was_on = self._stop_ahead(), self._detector is not None
+        self._detector = None
         if found is None:
             return [*outs, Detection(format=None, from_ms=0)] if was_on else outs
+        self._speech_item = ""
         self._detector = TurnDetector(_detector_settings(found), self._completeness)
-        self._detector.drop(self.buffer.start_ms)
-        outs.append(Detection(format=self._input["format"], from_ms=self.buffer.start_ms))
+        self._detector.drop(start_ms)
+        outs.append(detection)
         return [*outs, Detect(data=self.buffer.peek().data)] if len(self.buffer) else outs
 
     def frames(self, frames: Iterable[tuple[float, float]]) -> Outs:
@@ -541,6 +553,7 @@ class Session:
             own,
             conversation_id=self._conversation_id if writes else None,
             context=self._context() if given is None else self._given_context(given),
+            of_conversation=given is None,
             metadata=None if fields is None else fields.metadata,
             new_id=self._new_id,
             opened=self._item_added,
@@ -601,7 +614,7 @@ class Session:
             self._current = None
             self._idle_from(self.buffer.end_ms + self._playback.remaining_ms(response.id))
         outs = response.end(status, details)
-        if status != COMPLETED and response.spoken is not None:
+        if response.spoken is not None and (status != COMPLETED or response.calls_function):  # a call ends the speech
             _, part = response.spoken
             if part.heard_ms is None and not (part.whole and part.sent_ms >= part.made_ms):
                 part.heard_ms = part.sent_ms  # sound that was not sent cannot have been played
@@ -690,7 +703,8 @@ class Session:
         kept = shortened(response.context, ratio)
         if len(kept) == len(response.context):
             return []
-        self._dropped.update(item.id for item in response.context[: len(response.context) - len(kept)])
+        if response.of_conversation:  # items of `response.input` are no reason to shorten other prompts
+            self._dropped.update(item.id for item in response.context[: len(response.context) - len(kept)])
         response.context = kept
         return [self._generate(response)]
 

@@ -122,11 +122,7 @@ class TurnDetector:
     def __init__(
         self, settings: ServerVad | SemanticVad, completeness: Completeness | None = None, *, begin_ms: float = 0.0
     ) -> None:
-        if isinstance(settings, SemanticVad) and completeness is None:
-            raise ValueError("semantic detection needs the completeness of turns")
-        self._settings = settings
-        self._completeness = completeness if isinstance(settings, SemanticVad) else None
-        self._release = max(settings.threshold - RELEASE, min(LEAST_RELEASE, settings.threshold))
+        self._set(settings, completeness)
         self._now = self._free_from = begin_ms
         # `_free_from`: end of the sound that is included in earlier turns, or was dropped.
         self._candidate: float | None = None
@@ -138,6 +134,30 @@ class TurnDetector:
         self._judged = False
         """Whether the completeness of the turn has been computed for the current silence."""
         self._idle_from: float | None = None
+
+    def _set(self, settings: ServerVad | SemanticVad, completeness: Completeness | None) -> None:
+        if isinstance(settings, SemanticVad) and completeness is None:
+            raise ValueError("semantic detection needs the completeness of turns")
+        self._settings = settings
+        self._completeness = completeness if isinstance(settings, SemanticVad) else None
+        self._release = max(settings.threshold - RELEASE, min(LEAST_RELEASE, settings.threshold))
+
+    def use(
+        self, settings: ServerVad | SemanticVad, completeness: Completeness | None = None, *, from_ms: float
+    ) -> None:
+        """Apply other settings to the frames that follow. A turn that has started goes on, and `idle_from` applies.
+
+        Args:
+            completeness: as for a new detector.
+            from_ms: start of the sound that the caller still has; no later turn includes sound before it.
+
+        Raises:
+            ValueError: `SemanticVad` without `completeness`.
+        """
+        self._set(settings, completeness)
+        self._free_from = max(self._free_from, from_ms)
+        if settings.idle_timeout_ms is None:
+            self._idle_from = None
 
     @property
     def speaking(self) -> bool:
