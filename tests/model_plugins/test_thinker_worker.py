@@ -12,7 +12,7 @@ from vllm_omni_ext.model_plugins.qwen3_omni.sound_blocks import LENGTH
 from vllm_omni_ext.model_plugins.qwen3_omni.thinker_worker import correct_positions, encode_apart
 from vllm_omni_ext.model_plugins.qwen_omni.own_sounds import Clock
 
-FEATURES = {
+FEATURES: dict[str, list[str | None]] = {
     "sound": ["audio"],
     "two sounds": ["audio", "audio"],
     "picture": ["image"],

@@ -24,7 +24,7 @@ from examples.server import HOST, Server
 from tests.support import media
 from tests.support.cluster import MODEL, Answer
 from tests.support.examples import examples
-from vllm_omni_ext.wire.stage_input import ABORT_CLIENT, CHUNK, EXPORT, INPUT, PART, RESERVED, RESUMED, TICKET
+from vllm_omni_ext.wire.stage_input import ABORT_CLIENT, CHUNK, EXPORT, EXPORTED, INPUT, PART, RESERVED, RESUMED, TICKET
 
 pytestmark = pytest.mark.engine
 
@@ -217,7 +217,7 @@ def test_bodies(target: Target, name: str) -> None:
 
 
 KEYS: list[dict[str, Any]] = [{EXPORT: [0, 3]}, {INPUT: "x"}, {CHUNK: 1}, {PART: 0}, {ABORT_CLIENT: 1}, {TICKET: "0"}]
-KEYS += [{RESUMED: 1}]
+KEYS += [{RESUMED: 1}, {EXPORTED: 0}]
 assert {key for each in KEYS for key in each} == RESERVED
 
 

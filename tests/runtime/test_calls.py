@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni_ext.errors import CallFailed, RequestError, RequestFailed, StageUnavailable, UnknownMember
@@ -14,6 +15,7 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.pool.stage_pool import StagePool
 from vllm_omni_ext.runtime.client.calls import Calls, TargetedLLM
 from vllm_omni_ext.runtime.client.replica import StockReplica
+from vllm_omni_ext.runtime.client.text_client import TextClient
 from vllm_omni_ext.runtime.control import ReplicasSlept
 
 COUNTS = {"thinker": 2, "talker": 2, "code2wav": 1}
@@ -364,3 +366,19 @@ async def test_a_pause_of_vllm_0_33_is_the_pause_of_all_stages() -> None:
     await bench.calls.everywhere("pause_generation_async", mode="keep", clear_cache=True)
     assert bench.log == [(str(name), "pause_scheduler", ("keep", True)) for name in NAMES]
     assert all(pool.is_asleep(replica) for pool in bench.pools.values() for replica in pool.replicas)
+
+
+async def test_pauses_reach_all_stages_by_the_names_that_this_vllm_calls() -> None:
+    bench = Bench()
+    client = TextClient.__new__(TextClient)
+    client.calls = bench.calls
+    llm: Any = SimpleNamespace(engine_core=client, renderer=Renderer())
+    await AsyncLLM.pause_generation(llm, mode="wait", clear_cache=False)
+    assert all(pool.is_asleep(replica) for pool in bench.pools.values() for replica in pool.replicas)
+    bench.answer("is_scheduler_paused", False)
+    bench.answer("is_scheduler_paused", True, "code2wav/0")
+    assert await AsyncLLM.is_paused(llm) is True
+    await AsyncLLM.resume_generation(llm)
+    assert not any(pool.is_asleep(replica) for pool in bench.pools.values() for replica in pool.replicas)
+    utilities = [("pause_scheduler", ("wait", False)), ("is_scheduler_paused", ()), ("resume_scheduler", ())]
+    assert bench.log == [(str(name), utility, args) for utility, args in utilities for name in NAMES]
