@@ -153,7 +153,8 @@ def test_the_exported_layer_is_set_before_the_model_runs(v2: bool, monkeypatch: 
         get_mrope_input_positions="stock",
         audio_tower=torch.nn.Identity(),
     )
-    encoder = {"model_state": SimpleNamespace(execute_mm_encoder="stock")} if v2 else {"_execute_mm_encoder": "stock"}
+    v2_encoder = {"model_state": SimpleNamespace(execute_mm_encoder="stock"), "encoder_cache": Mock()}
+    encoder = v2_encoder if v2 else {"_execute_mm_encoder": "stock"}
     export.model_runner = SimpleNamespace(get_model=lambda: model, use_aux_hidden_state_outputs=False, **encoder)
     monkeypatch.setattr(
         worker._Worker, "load_model", lambda self, **_: keyed.append(self.vllm_config.additional_config)
