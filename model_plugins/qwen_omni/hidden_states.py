@@ -16,28 +16,17 @@ class HiddenStates:
 
     Args:
         expected: number of hidden states that the talker needs.
+
+    Attributes:
+        ref: the location with the most hidden states, the latest among locations with equal numbers; None without one.
+            A location whose first hidden states are nowhere is not returned.
     """
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
+        self.ref: HiddenStatesRef | None = None
         self._places: dict[tuple[str, str], HiddenStatesRef] = {}  # without `before`
         self._lost: set[tuple[str, str]] = set()
-
-    @property
-    def ref(self) -> HiddenStatesRef | None:
-        """The location with the most hidden states, the latest among locations with equal numbers; None without one.
-
-        A location whose first hidden states are nowhere is not returned.
-        """
-        complete: dict[int, HiddenStatesRef] = {}  # by `start`, the location with the most hidden states
-        for place in sorted(self._places.values(), key=lambda ref: ref.start):
-            ref: HiddenStatesRef | None = place
-            if place.start:
-                before = next((each for each in complete.values() if place.start <= each.count), None)
-                ref = None if before is None else msgspec.structs.replace(place, before=before)
-            if ref is not None and (place.start not in complete or complete[place.start].count <= ref.count):
-                complete[place.start] = ref
-        return max(reversed(complete.values()), key=lambda ref: ref.count, default=None)
 
     @property
     def count(self) -> int:
@@ -64,6 +53,7 @@ class HiddenStates:
         self._places[place] = HiddenStatesRef(
             source=ready.source, name=ready.name, count=known + ready.count, start=ready.start
         )
+        self.ref = self._best()
 
     def lose(self, ref: HiddenStatesRef) -> None:
         """Remove a location whose hidden states the talker could not read; later chunks at the location are ignored.
@@ -74,3 +64,14 @@ class HiddenStates:
             place = each.source, each.name
             self._lost.add(place)
             self._places.pop(place, None)
+        self.ref = self._best()
+
+    def _best(self) -> HiddenStatesRef | None:
+        """Return the value of `ref`: each location continues the best one of those that begin before it."""
+        best: HiddenStatesRef | None = None
+        for place in sorted(self._places.values(), key=lambda ref: ref.start):
+            before = best.before if best is not None and best.start == place.start else best
+            begins = place.start <= (0 if before is None else before.count)
+            if begins and (best is None or (place.count, -place.start) >= (best.count, -best.start)):
+                best = msgspec.structs.replace(place, before=before)
+        return best

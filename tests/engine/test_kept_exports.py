@@ -270,14 +270,20 @@ def test_a_reset_of_the_prefix_cache_frees_kept_hidden_states(
     assert output.kept.free == [1, 0] and not output.kept.restore
 
 
-def test_a_block_that_was_begun_before_a_reset_is_not_kept(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hidden states from before and after the reset may be those of different weights."""
+def within_a_block(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A scheduler whose last step ended within a block that is to be kept."""
     scheduler = scheduler_of(config, monkeypatch, mib=1)
     for each in (request("short", [1] * 10, []), request("a", PROMPT, SPANS)):
         scheduler.add_request(each)
     output = scheduler.schedule()
     assert output.kept.keep == {"a": [(32, 54, 0)]}, "the step ends within the block"
     scheduler.update_from_output(output, runner_output(["short", "a"], [[5], []]))
+    return scheduler
+
+
+def test_a_block_that_was_begun_before_a_reset_is_not_kept(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hidden states from before and after the reset may be those of different weights."""
+    scheduler = within_a_block(config, monkeypatch)
     assert scheduler.reset_prefix_cache(True) and scheduler._kept.rows == 0
     freed, kept = [], []
     while "a" in scheduler.requests:
@@ -336,11 +342,6 @@ def test_an_engine_without_prefix_cache_keeps_nothing(config: VllmConfig, monkey
 
 
 def test_an_aborted_request_leaves_no_part_of_a_block(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = scheduler_of(config, monkeypatch, mib=1)
-    for each in (request("short", [1] * 10, []), request("a", PROMPT, SPANS)):
-        scheduler.add_request(each)
-    output = scheduler.schedule()
-    assert output.kept.keep == {"a": [(32, 54, 0)]}, "the step ends within the block"
-    scheduler.update_from_output(output, runner_output(["short", "a"], [[5], []]))
+    scheduler = within_a_block(config, monkeypatch)
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert scheduler.schedule().kept.free == [0] and scheduler._kept.rows == 0

@@ -67,10 +67,10 @@ def listening(config: OmniConfig, http_port: int | None = None) -> OmniConfig:
     own = cluster.master_port
     if own is not None and http_port is not None and own <= http_port <= own + VIEWS_PORT:
         raise ConfigError(f"port: {http_port} is one of the head's own, {own} to {own + VIEWS_PORT} ({_PORT} {own})")
-    if cluster.master_port is not None and cluster.master_port > LAST_PORT - VIEWS_PORT:
+    if own is not None and own > LAST_PORT - VIEWS_PORT:
         raise ConfigError(
             f"cluster.master_port: must be <= {LAST_PORT - VIEWS_PORT}, because the head also listens on the "
-            f"{VIEWS_PORT} ports after it, got {cluster.master_port}"
+            f"{VIEWS_PORT} ports after it, got {own}"
         )
     if own is not None and cluster.ports is not None:
         first, last = cluster.ports
@@ -79,7 +79,7 @@ def listening(config: OmniConfig, http_port: int | None = None) -> OmniConfig:
                 f"cluster.port_range: {cluster.port_range} has ports of the head's own, {own} to {own + VIEWS_PORT} "
                 f"({_PORT} {own}); name others"
             )
-    if cluster.master_address is None and cluster.master_port is not None:
+    if cluster.master_address is None and own is not None:
         return with_settings(config, {"master_address": LOOPBACK})
     return config
 

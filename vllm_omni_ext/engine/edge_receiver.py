@@ -64,6 +64,7 @@ class _Reading:
         announced: number of the request's hidden states that the source was ordered to read; written by the engine's
             thread.
         chunks: number of chunks that were read; written by the source's thread.
+        ended: the request has ended or has other sources, so that further results are dropped.
     """
 
     req_id: str
@@ -71,6 +72,7 @@ class _Reading:
     seen: int
     announced: int = 0
     chunks: int = 0
+    ended: bool = False
 
 
 @dataclass(eq=False)
@@ -237,10 +239,8 @@ class EdgeReceiver:
         while self._results:
             result = self._results.popleft()
             req_id = result.reading.req_id
-            request = self._requests.get(req_id)
-            known = () if request is None or request.lost else request.readings.values()
-            if request is None or all(each is not result.reading for _, each in known):
-                continue  # it has ended, is lost, or has another source
+            if result.reading.ended or (request := self._requests[req_id]).lost:
+                continue
             if isinstance(result.found, Lost):
                 request.lost = True
                 found.append(Arrival(req_id, sys.maxsize, result.found))
@@ -280,6 +280,7 @@ class EdgeReceiver:
         return source
 
     def _end(self, source: _Source, reading: _Reading) -> None:
+        reading.ended = True
         source.readings -= 1
         source.orders.put(reading.name)
 

@@ -73,9 +73,14 @@ def can_be_split(request: EngineCoreRequest) -> bool:
     if params is None or prompt is None or len(prompt) < SHORTEST_PROMPT or request.prompt_embeds is not None:
         return False
     extra = _extra(params)
-    if EXPORTED not in extra and any(stop > len(prompt) for _, stop in export_ranges(extra)):
+    if EXPORTED not in extra and _exports_after(len(prompt), extra):
         return False
     return params.prompt_logprobs is None and (not params.skip_reading_prefix_cache or EXPORT in extra)
+
+
+def _exports_after(length: int, extra: Mapping[str, Any]) -> bool:
+    """Return whether a request exports hidden states after its prompt of this length."""
+    return any(stop > length for _, stop in export_ranges(extra))
 
 
 def can_resume(request: EngineCoreRequest) -> bool:
@@ -280,7 +285,7 @@ def _decode(request: EngineCoreRequest, transfer: Mapping[str, Any]) -> EngineCo
     extra = dict(_extra(params))
     if EXPORT in extra:
         params.skip_reading_prefix_cache = False
-        if any(stop > length for _, stop in export_ranges(extra)):
+        if _exports_after(length, extra):
             extra[EXPORTED] = length
         else:
             del extra[EXPORT]

@@ -308,7 +308,7 @@ class RequestMachine:
     ) -> None:
         stage = self._planned(action.stage)
         if isinstance(action, Open | Extend) and action.hidden_states is not None:
-            state.announced = frozenset((ref.source, ref.name) for ref, _ in action.hidden_states.places())
+            state.announced = action.hidden_states
         if action.stage not in state.flow.stages or stage not in self.placement.pools:
             raise RequestFailed(f"the flow names stage '{action.stage}', which is none of those it may use")
         try:
@@ -527,7 +527,9 @@ class RequestMachine:
             taken: a stage has read the hidden states that were announced last, and frees them itself. If there are no
                 others, nothing is sent.
         """
-        if not taken or {(source, name) for _, source, name in state.hidden_states} != state.announced:
+        announced = () if state.announced is None else state.announced.places()
+        stored = {(source, name) for _, source, name in state.hidden_states}
+        if not taken or stored != {(ref.source, ref.name) for ref, _ in announced}:
             for replica, _, name in sorted(state.hidden_states):
                 self._out(m.FreeHiddenStates(replica, name))
         state.hidden_states.clear()

@@ -217,7 +217,7 @@ class RequestState:
         done: stages that have finished the request.
         open_outputs: outputs of the flow whose last chunk is missing.
         hidden_states: (replica, address of the producer, name) of hidden states that replicas store for it.
-        announced: (address, name) of those that a stage was last given the location of.
+        announced: `Open.hidden_states` or `Extend.hidden_states` that was sent to a stage last; None: none was.
         recomputations: number of recomputations of the client's prompt so far.
         finished: the flow has ended; only the frontend may still generate text.
         trace: the observer's record of the request; None if the request is not observed, or its end is recorded.
@@ -238,7 +238,7 @@ class RequestState:
     stages_seen: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
     hidden_states: set[tuple[ReplicaId, str, str]] = field(default_factory=set)
-    announced: frozenset[tuple[str, str]] = frozenset()
+    announced: Any = None
     recomputations: int = 0
     forwarded: bool = False
     finished: bool = False

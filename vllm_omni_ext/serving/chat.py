@@ -188,8 +188,8 @@ class OmniServingChat(OpenAIServingChat):
             _, _, tokenizer, *_ = args
             parser = self._make_parser(request, tokenizer, self._effective_chat_template_kwargs(request))
             watch = ToolCallWatch(parser, request, partial(self.engine_client.text_only, ticket)).take
-        model_name, conversation, *rest = args
-        rest = [model_name, _echoed(conversation) if request.echo else conversation, *rest]
+        model_name, conversation, *more = args
+        rest = model_name, _conversation(request, conversation), *more
         async with aclosing(answer.text_of(result_generator, request_id, watch=watch)) as text:
             response = await super().chat_completion_full_generator(request, text, request_id, *rest, **kwargs)
         if isinstance(response, ChatCompletionResponse):
@@ -211,9 +211,9 @@ class OmniServingChat(OpenAIServingChat):
         text_only = partial(self.engine_client.text_only, ticket)
         kind = PartStream if answer.parts else ChatStream
         stream = kind(answer, request_id=request_id, model=model_name, text_only=text_only)
-        said = _echoed(conversation) if request.echo else conversation
+        conversation = _conversation(request, conversation)
         return stream.events(
-            result_generator, lambda text: stock(request, text, request_id, model_name, said, *args, **kwargs)
+            result_generator, lambda text: stock(request, text, request_id, model_name, conversation, *args, **kwargs)
         )
 
     def _begin(self, request: ChatCompletionRequest, hook_arguments: dict[str, Any]) -> tuple[ChatAnswer, Ticket]:
@@ -228,14 +228,14 @@ class OmniServingChat(OpenAIServingChat):
         return answer, ticket
 
 
-def _echoed(conversation: list[Any]) -> list[Any]:
-    """Return the conversation with the last message's content as text, which vLLM's handler needs for `echo`.
+def _conversation(request: ChatCompletionRequest, conversation: list[Any]) -> list[Any]:
+    """Return the conversation for vLLM's handler: with `echo`, the content of the last message is its text.
 
-    The renderer makes a list of parts of it, of which vLLM's handler streams the list itself, and reads the `text` of
-    each part, which pictures and sounds do not have.
+    The rendered content is a list of parts. For `echo`, vLLM's handler reads `text` of each part, which pictures and
+    sounds do not have, and streams the list.
     """
     *earlier, last = conversation or [{}]
-    if not isinstance(last.get("content"), list):
+    if not request.echo or not isinstance(last.get("content"), list):
         return conversation
     texts = [part["text"] for part in last["content"] if part.get("type") == "text"]
     return [*earlier, {**last, "content": "\n".join(texts)}]

@@ -80,7 +80,7 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
     """
     try:
         config = args.create_engine_config(usage)
-    except (ValueError, TypeError, LookupError, AttributeError, ImportError) as err:  # what vLLM raises for wrong types
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError) as err:  # the last four: wrong types
         first = err.errors()[0]["msg"] if isinstance(err, ValidationError) else str(err)
         said = " ".join(first.removeprefix("Value error, ").split())
         raise ConfigError(f"stage '{stage}': vLLM refuses its engine arguments: {said}") from err
