@@ -218,7 +218,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         vision={**small.vision, "num_heads": 2},
     )
     with mock.patch.object(config, "SMALL", even):
-        model = write_qwen2_5_omni(tmp_path / "model")
+        model = write_qwen2_5_omni(tmp_path / "model", seed=3)  # with this seed the answers have sound
     divisible = Oracle(model)
     two = {"engine": {"tensor_parallel_size": 2}}
     cases = [CASES[name] for name in SOME]

@@ -82,16 +82,16 @@ class Prompts:
 
 
 def digest(model_dir: str | Path) -> str:
-    """Return the digest of a checkpoint's weights."""
-    weights = sorted(Path(model_dir).glob("*.safetensors"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()
+    """Return the digest of a checkpoint's weights and config: numbers of heads are in the config only."""
+    files = [Path(model_dir, "config.json"), *sorted(Path(model_dir).glob("*.safetensors"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class Oracle(Prompts):
     """A checkpoint in Transformers on the CPU in float32.
 
     Attributes:
-        checkpoint: digest of the weights, the same for checkpoints that answer alike.
+        checkpoint: digest of weights and config, the same for checkpoints that answer alike.
     """
 
     def __init__(self, model_dir: str | Path) -> None:

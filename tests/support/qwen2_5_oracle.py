@@ -22,7 +22,7 @@ class Oracle(Prompts):
     """A checkpoint in Transformers on the CPU in float32; its answers have frames of one code.
 
     Attributes:
-        checkpoint: digest of the weights, the same for checkpoints that answer alike.
+        checkpoint: digest of weights and config, the same for checkpoints that answer alike.
     """
 
     def __init__(self, model_dir: str | Path) -> None:
