@@ -18,7 +18,7 @@ from vllm_omni_ext.patching import seams
 from vllm_omni_ext.plugins.http import IMAGES, REALTIME, SPEECH
 from vllm_omni_ext.plugins.registry import plugins
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS, ModelFamily, PipelineSpec, StageSpec, resolve
-from vllm_omni_ext.topology.engine_args import SHARED_FIELDS
+from vllm_omni_ext.topology.engine_args import HF_OVERRIDES, SHARED_FIELDS
 
 HERE = "vllm-omni-ext"
 
@@ -115,7 +115,7 @@ def _parameters(stage: StageSpec) -> str:
 def _flags(pipeline: PipelineSpec, stage: StageSpec) -> str:
     if pipeline.takes_stock_flags(stage):
         return "all, except the fixed ones"
-    excluded = sorted(SHARED_FIELDS & {*stage.engine, *stage.engine_defaults})
+    excluded = sorted((SHARED_FIELDS - {HF_OVERRIDES}) & {*stage.engine, *stage.engine_defaults})
     return "shared" + (f", without {_code('--' + name.replace('_', '-') for name in excluded)}" if excluded else "")
 
 

@@ -27,7 +27,7 @@ from tests.families.conftest import install
 from tests.families.serving import chat, chat_body, during, served, settled
 from tests.support.cluster import ANSWER_S, MODEL, all_up, kill, overrides, until
 from vllm_omni_ext.engine.input_provider import Span
-from vllm_omni_ext.engine.plain_stage import PlainRequest
+from vllm_omni_ext.engine.plain_stage import PlainRequest, StreamLost
 from vllm_omni_ext.wire.stage_input import PartHeader
 
 ROOT = Path(__file__).parents[1]
@@ -139,6 +139,9 @@ def test_streams_without_an_end_are_dropped(alone: tuple[Any, Oracle], monkeypat
         codec.open(PlainRequest(req_id=stream, prompt=[1, 2, 3, 4], payload=None, params=None, part=header))
         codec.close(stream)
     assert list(codec.streams) == ["kept"]
+    late = PartHeader(stream="lost", part=1, last=True)
+    with pytest.raises(StreamLost):  # so that it is sent again
+        codec.open(PlainRequest(req_id="lost", prompt=[1, 2, 3, 4], payload=None, params=None, part=late))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext import llm as module
-from vllm_omni_ext.errors import RequestError, StageUnavailable
+from vllm_omni_ext.errors import ConfigError, RequestError, StageUnavailable
 from vllm_omni_ext.llm import OmniLLM
 from vllm_omni_ext.modalities.chunks import TextChunk
 from vllm_omni_ext.plugins.runtime import RequestOptions
@@ -169,3 +169,15 @@ def test_close_ends_a_call_of_another_thread(llm: Any, ends: bool, monkeypatch: 
         assert [str(each) for each in found] == ["the LLM is closed"]
     with pytest.raises(StageUnavailable, match="the LLM is closed"):
         answer(llm, prompt("a"))
+
+
+def test_engine_arguments_of_vllm_are_no_settings() -> None:
+    with pytest.raises(ConfigError, match=r"^from_engine_args: .* write LLM\('some/model', omni=True, \.\.\.\) "):
+        OmniLLM.from_engine_args(SimpleNamespace(model="some/model"))
+
+
+def test_a_chat_template_that_is_not_there_is_refused_before_any_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = SimpleNamespace(family="qwen3_omni")
+    monkeypatch.setattr("vllm_omni_ext.cli.settings.from_kwargs", lambda model, **keywords: plan)
+    with pytest.raises(ConfigError, match=r"^chat_template: The supplied chat template \(/missing\) "):
+        OmniLLM("some/model", chat_template="/missing")

@@ -30,7 +30,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.compat import activate
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
-from vllm_omni_ext.errors import OmniError, RequestError, RequestFailed, StageUnavailable
+from vllm_omni_ext.errors import ConfigError, OmniError, RequestError, RequestFailed, StageUnavailable
 from vllm_omni_ext.llm_arguments import Keywords
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.modalities.chunks import TextChunk
@@ -163,8 +163,12 @@ class OmniLLM(TargetedOfflineLLM):
         from vllm_omni_ext.runtime.launch.progress import spinner
         from vllm_omni_ext.runtime.supervise.process_watcher import ReplicaSupervisor
 
-        kwargs.setdefault("disable_log_stats", True)
         plan = from_kwargs(model, **kwargs)
+        family = family_of(plan.family)
+        try:
+            self.chat_template = load_chat_template(chat_template or family_chat_template(family))
+        except (OSError, ValueError, VLLMError) as err:
+            raise ConfigError(f"chat_template: {' '.join(str(err).split())}") from err
         identity = partial(_identity, ports=plan.config.cluster.ports)
         self._deployment = Deployment(plan, clients=1, usage=UsageContext.LLM_CLASS, identity_of=identity)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,7 +183,8 @@ class OmniLLM(TargetedOfflineLLM):
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="omni-loop", daemon=True)
             self._thread.start()
-            self._omni = self._run(self._connect(log_stats=not kwargs["disable_log_stats"]))
+            log_stats = not plan.frontend().engine_args["disable_log_stats"]
+            self._omni = self._run(self._connect(log_stats=log_stats))
             self._replica_supervisor = ReplicaSupervisor(
                 self._deployment,
                 LocalListener(self._deployment, self._omni.replica_connections),
@@ -192,15 +197,21 @@ class OmniLLM(TargetedOfflineLLM):
             raise
         self._end_with_program()
         self.plan = plan
-        family = family_of(plan.family)
         self._modalities = modalities_of(family)
         self.model_config = self._omni.model_config
         self.renderer = self._omni.renderer
         self.input_processor = self._omni.input_processor
         self.runner_type = self.model_config.runner_type
-        self.chat_template = load_chat_template(chat_template or family_chat_template(family))
         self.default_sampling_params: dict[str, Any] | None = None
         self._numbers = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> OmniLLM:
+        """Raise ConfigError: an `EngineArgs` does not say which of its fields override those of a stage config."""
+        raise ConfigError(
+            f"from_engine_args: an EngineArgs does not say which of its fields are set; write "
+            f"LLM({engine_args.model!r}, omni=True, ...) with these as keywords"
+        )
 
     def _end_with_program(self) -> None:
         """Make the replicas' processes end when this object is garbage collected, and when the program ends.

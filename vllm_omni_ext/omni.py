@@ -15,7 +15,6 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.config import get_config
 from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -43,6 +42,7 @@ from vllm_omni_ext.runtime.client.calls import TargetedLLM
 from vllm_omni_ext.runtime.client.replica import StockReplica, bootstrap_client_addresses
 from vllm_omni_ext.runtime.client.replica_connections import Connections, ReplicaConnections
 from vllm_omni_ext.runtime.client.text_client import TextClient
+from vllm_omni_ext.runtime.launch.hf_overrides import whole_config
 from vllm_omni_ext.topology.plan import StagePlan
 from vllm_omni_ext.wire import priorities
 
@@ -167,12 +167,9 @@ class AsyncOmni(TargetedLLM):
 
     def _runtime(self, config: VllmConfig) -> ModelRuntime:
         family, model, stages = family_of(self.plan.family), config.model_config, self.plan.stages
-        own = (
-            get_config(model.model, model.trust_remote_code, model.revision) if model.hf_overrides else model.hf_config
-        )
         lengths, configs = self._lengths(), self.connections.configs
         context = RuntimeContext(
-            hf_config=own,
+            hf_config=whole_config(model),
             pipeline=self.plan.pipeline,
             frontend=self.plan.frontend().model_stage,
             chunks=self.plan.chunks,

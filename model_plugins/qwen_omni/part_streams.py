@@ -68,7 +68,8 @@ class PartStreams(ABC):
 
     A stream's state is freed after its last part, after a header whose `part` is `END`, after a part out of order, and
     when no part has arrived for `idle_s` seconds (checked in every call). Of the time between two calls at most an
-    eighth of `idle_s` counts: the stage may have been asleep, and streams continue after that.
+    eighth of `idle_s` counts: the stage may have been asleep, and streams continue after that. The answer to a later
+    part of a freed stream has `StageError.lost`, and the stream is sent again: the stage before may have been asleep.
 
     More streams may be open than requests run, e.g. if the stage before has more replicas. The states of `most` streams
     are on the device. Those of the other streams, which were used least recently, are in host memory (parked).
@@ -206,7 +207,7 @@ class PartStreams(ABC):
                 return StageError(str(error), retry=isinstance(error, NoRoom))
         stream, job = self._streams.get(header.stream), jobs.get(header.stream)
         if stream is None or (job is not None and job.last):
-            return f"part {header.part} came for a stream that is not open"
+            return StageError(f"part {header.part} came for a stream that is not open", lost=stream is None)
         if isinstance(chunk, str) or header.part != stream.parts:
             del self._streams[header.stream]
             return chunk if isinstance(chunk, str) else f"part {header.part} came where {stream.parts} was due"

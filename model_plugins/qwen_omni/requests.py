@@ -30,6 +30,9 @@ MOST_SPEECH_TOKENS = "max_speech_tokens"
 
 VOICE = "voice"
 
+FRAMES = "frames"
+"""Name of the edge from the talker to the last stage, and key of its chunk sizes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAloud:
@@ -170,11 +173,13 @@ class SpeakingRuntime:
     def _schedules(self, options: RequestOptions) -> tuple[ChunkSchedule, ChunkSchedule]:
         """Return the chunk schedules of text (tokens for the talker) and frames (codec frames for the last stage).
 
-        Sizes of the request replace those of the stage config.
+        Sizes of the request replace those of the stage config. Without them, all chunks of frames of an answer that is
+        not streamed have the last size.
         """
         sizes = {**self._chunks, **options.chunks}
         rate = self._frame_rate() if sizes[ADAPTIVE] else 0.0
-        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes["frames"], rate)
+        streamed = options.streamed or not options.chunks.keys().isdisjoint((FRAMES, ADAPTIVE))
+        return ChunkSchedule.of(sizes["text"]), ChunkSchedule.of(sizes[FRAMES], rate, streamed=streamed)
 
     def _frame_rate(self) -> float:
         """Return the number of codec frames in a second of sound."""

@@ -132,12 +132,51 @@ def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, t
             ["--stage-overrides", '{"talker": {"params": {"prompt_logprobs": 1}}}'],
             "stages.talker.params.prompt_logprobs: is not returned for this stage; remove it",
         ),
+        *(
+            (
+                ["--stage-overrides", json.dumps({"talker": {"params": {key: value}}})],
+                f"stages.talker.params.{key}: has no effect in this stage; remove it",
+            )
+            for key, value in {
+                "n": 2,
+                "stop": ["a"],
+                "bad_words": ["a"],
+                "structured_outputs": None,
+                "output_kind": 1,
+                "detokenize": False,
+                "stream_interval": 2,
+            }.items()
+        ),
+        (
+            ["--stage-overrides", '{"code2wav": {"params": {"temperature": 0.5}}}'],
+            "stages.code2wav.params.temperature: has no effect in this stage; remove it",
+        ),
+        (["--chat-template", "/missing"], "--chat-template: The supplied chat template (/missing) looks like a file"),
+        (["--chat-template", "/"], "--chat-template: The supplied chat template (/) looks like a file"),
+        (
+            ["--enable-auto-tool-choice", "--tool-call-parser", "herms"],
+            "--tool-call-parser herms: vLLM has no such parser; did you mean 'hermes'?",
+        ),
+        (["--tool-call-parser", "zzzzz"], "--tool-call-parser zzzzz: vLLM has no such parser; use one of "),
+        (["--reasoning-parser", "qwen33"], "--reasoning-parser qwen33: vLLM has no such parser; did you mean 'qwen3'?"),
         (["--stage-config", "nothing"], "nothing: no such stage config; give the path of a .yaml file or one of "),
         (["--omni-startup-timeout", "0"], "timeouts.startup_timeout_s: must be a number of seconds > 0, got 0.0"),
     ],
 )
 def test_wrong_flags_are_refused_with_advice(model: str, words: list[str], message: str) -> None:
     assert error_of(model, "--omni", *words).startswith(message)
+
+
+def test_parsers_and_templates_that_vllm_has_are_accepted(model: str, tmp_path: Path) -> None:
+    plugin, template = tmp_path / "own_parser.py", tmp_path / "own.jinja"
+    plugin.write_text(
+        "from vllm.tool_parsers import ToolParserManager\nToolParserManager.register_lazy_module('own', 'a', 'A')\n"
+    )
+    template.write_text("{{ messages }}")
+    words = ["--reasoning-parser", "qwen3", "--chat-template", str(template), "--tool-call-parser"]
+    assert plan_of(model, *words, "hermes").model == model
+    assert plan_of(model, "--chat-template", "{{ messages }}").model == model
+    assert plan_of(model, *words, "own", "--tool-parser-plugin", str(plugin)).model == model
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.config import CompilationConfig, CompilationMode
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.cli.settings import from_kwargs
+from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.runtime.launch.engine_args import any_replica_args, as_asked, stage_engine_args
+from vllm_omni_ext.runtime.launch.hf_overrides import whole_config
 from vllm_omni_ext.runtime.launch.inherit import register_classes
+from vllm_omni_ext.runtime.launch.launcher import Deployment
+from vllm_omni_ext.topology.machine import THREADS
 from vllm_omni_ext.topology.plan import Plan
+
+
+def changed(config: Any) -> Any:
+    """Overrides in the form of a function."""
+    if hasattr(config, "talker_config"):
+        config.talker_config.accept_hidden_layer, config.tts_bos_token_id = 1, 5
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +95,58 @@ def test_a_side_takes_no_media_that_another_server_would_refuse(
     media = as_asked(args.create_engine_config(), args).model_config.multimodal_config
     assert media is not None
     assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (asked, False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"talker_config": {"accept_hidden_layer": 1}, "tts_bos_token_id": 5}, changed],
+    ids=["mapping", "function"],
+)
+def test_overrides_of_the_checkpoints_config_reach_every_stage(
+    plan: Plan, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    said = from_kwargs(plan.model, hf_overrides=given)
+    found = {}
+    for stage in ("thinker", "talker", "code2wav"):
+        args = stage_engine_args(said, ReplicaId(stage, 0))
+        assert pickle.loads(pickle.dumps(args.hf_overrides)) == args.hf_overrides
+        found[stage] = args.create_engine_config().model_config
+    talker = found["talker"].hf_config
+    assert (talker.accept_hidden_layer, talker.tts_bos_token_id) == (1, 5)
+    assert [each.architectures for each in found.values()] == [
+        ["Qwen3OmniMoeForConditionalGeneration"],
+        ["Qwen3OmniTalker"],
+        ["Qwen3OmniCode2Wav"],
+    ]
+    for model in found.values():
+        whole = whole_config(model)
+        assert model.hf_overrides is given or whole.tts_bos_token_id == whole.talker_config.accept_hidden_layer * 5
+    without = stage_engine_args(plan, ReplicaId("talker", 0)).create_engine_config().model_config
+    assert whole_config(without).tts_bos_token_id != 5
+
+
+def test_threads_of_a_key_override_those_of_the_environment(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS, "7")
+    said = from_kwargs(plan.model, stage_overrides={"talker": {"cpu_threads": 2}})
+    deployment = Deployment(said, clients=1, usage=UsageContext.LLM_CLASS)
+    found = {}
+    for stage in ("thinker", "talker"):
+        with deployment._replica_environment(stage, deployment.folder):
+            found[stage] = os.environ[THREADS]
+    deployment.close()
+    assert found == {"thinker": "7", "talker": "2"}
+
+
+def test_arguments_that_vllm_refuses_end_a_start_before_any_engine(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ReplicaId] = []
+    monkeypatch.setattr(Deployment, "_launch", lambda self, replica, config, addresses: started.append(replica))
+    refused = from_kwargs(plan.model, stage_overrides={"code2wav": {"gpu_memory_utilization": 2.0}})
+    wrong = r"^stage 'code2wav': vLLM refuses its engine arguments: gpu_memory_utilization: "
+    with pytest.raises(ConfigError, match=wrong), Deployment(refused, clients=1, usage=UsageContext.LLM_CLASS):
+        pass
+    stages = [stage if stage.name != "code2wav" else replace(stage, replicas=()) for stage in refused.stages]
+    elsewhere = replace(refused, stages=tuple(stages))
+    with pytest.raises(ConfigError, match=wrong), Deployment(elsewhere, clients=1, usage=UsageContext.LLM_CLASS):
+        pass
+    assert started == []

@@ -169,6 +169,7 @@ def test_a_replica_number_is_ignored_with_one_line(model: str, capsys: pytest.Ca
     assert lines == ["warning: --replica-id 4 is ignored: the head gives replicas their numbers"]
 
 
+ONE_HOST = "the name or address of one host, without a port"
 STAGES = "--stage thinker|talker|code2wav"
 MISSING = "--headless: the stage it runs and its head must be named; write "
 AWAY = "replicas: 0 here, so all of them join from elsewhere; write --omni-master-port PORT too, and --omni-master-addr"
@@ -200,6 +201,17 @@ SPLIT = '{"thinker": {"prefill_decode": {"decode": {"replicas": 0}}}}'
         (
             "--headless --stage talker -oma h -omp 1 --omni-heartbeat-timeout 9",
             "--omni-heartbeat-timeout: the head's v",
+        ),
+        *(
+            (f"-oma {host} -omp 9100", f"cluster.master_address: must be {ONE_HOST}, or null, got '{host}'")
+            for host in ("10.0.0.1:9100", "http://h", "h/x", "[::1]:9100", "10.0.0.256")
+        ),
+        *(
+            (
+                f"--headless --stage talker -oma h -omp 1 -ora {host}",
+                f"--omni-replica-address {host}: must be {ONE_HOST}",
+            )
+            for host in ("10.0.0.2:1", "tcp://h", "0.0.0.0", "10.0.0.0/8", ",")
         ),
         ("--headless --stage talker -oma h -omp 1 --api-server-count 2", "--api-server-count 2: --headless starts no"),
         (
@@ -239,6 +251,13 @@ def test_a_python_program_refuses_settings_for_replicas_that_join(model: str) ->
 def test_an_address_that_no_replica_can_connect_to_is_refused(model: str, words: list[str], address: str) -> None:
     message = error_of(model, *words, "-oma", address, "-omp", "9100")
     assert message.startswith("cluster.master_address: ") and "--omni-master-address HOST" in message
+
+
+@pytest.mark.parametrize("host", ["10.0.0.2", "::1", "[fe80::1%eth0]", "head-0.omni.svc", "node_7"])
+def test_names_and_addresses_of_hosts_are_accepted(model: str, host: str) -> None:
+    words = ["--headless", "--stage", "talker", "-omp", "9100"]
+    plan = planned(model, *words, "-oma", host, "-ora", host)[0]
+    assert plan.config.cluster.master_address == host
 
 
 def test_a_head_with_a_port_alone_listens_on_the_loopback(model: str) -> None:

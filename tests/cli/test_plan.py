@@ -126,3 +126,11 @@ def test_a_checkpoint_with_weights_is_measured_by_its_files(tmp_path: Path, caps
     [device] = json.loads(capsys.readouterr().out)["memory"]
     measured = {each["id"]: each["weights_bytes"] for each in device["replicas"]}
     assert measured == {"thinker/0": 2 * 19790912, "talker/0": 2 * 14243648, "code2wav/0": 4 * 1178473}
+
+
+@pytest.mark.parametrize("template", ["/missing", "/"])
+def test_a_chat_template_that_cannot_be_read_is_refused(
+    model: str, template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([model, "--omni", "--chat-template", template]) == 2
+    assert capsys.readouterr().err.startswith("error: --chat-template: The supplied chat template ")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel, field_validator
-from vllm.config import KVTransferConfig
+from vllm.config import CompilationConfig, KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.cli.args import parse_serve
+from vllm_omni_ext.cli.engine_fields import ENGINE_FIELDS, check_engine_value
 from vllm_omni_ext.cli.settings import from_cli, from_kwargs
 from vllm_omni_ext.errors import ConfigError, UnknownMember
 from vllm_omni_ext.ids import ReplicaId
@@ -88,9 +94,25 @@ def test_limits_of_sessions_fit_together(model: str) -> None:
         ("max_body_mib", 8, "max_body_mib: LLM(omni=True) has no HTTP routes; leave it out, got 8"),
         ("api_key_routes", "all", "api_key_routes: LLM(omni=True) has no HTTP routes; leave it out, got 'all'"),
         ("log_dir", "/etc/hostname/logs", "log_dir: '/etc/hostname' is not a folder; name another one"),
+        *(
+            (
+                name.rpartition(".")[2],
+                value,
+                f"{name}: no replica can join or leave LLM(omni=True); leave it out, got {value!r}",
+            )
+            for name, value in (
+                ("cluster.cluster_auth", False),
+                ("cluster.cluster_secret_file", "secret"),
+                ("cluster.heartbeat_timeout_s", 30.0),
+                ("timeouts.drain_timeout_s", 5),
+            )
+        ),
+        ("min_replicas", 2, "min_replicas: unknown key"),
+        ("runner", "pooling", "runner: the stages choose their own runner; remove it"),
+        ("convert", "embed", "convert: the stages choose their own; remove it"),
     ],
 )
-def test_wrong_values_are_refused_before_any_start(model: str, keyword: str, value: str, message: str) -> None:
+def test_wrong_values_are_refused_before_any_start(model: str, keyword: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_kwargs(model, **{keyword: value})
     assert str(caught.value) == message
@@ -111,6 +133,66 @@ def test_a_model_that_is_not_there_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         from_kwargs(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "runner"), [("thinker", "pooling"), ("talker", "draft"), ("code2wav", "generate")])
+def test_a_stage_chooses_its_runner(model: str, stage: str, runner: str) -> None:
+    for key, value in (("runner", runner), ("convert", "embed")):
+        with pytest.raises(ConfigError, match=rf"^stages\.{stage}\.engine\.{key}: the (stages choose|pipeline sets)"):
+            from_kwargs(model, stage_overrides={stage: {key: value}})
+    plan = from_kwargs(model, stage_overrides={"code2wav": {"runner": "pooling"}, "talker": {"runner": "generate"}})
+    assert plan.stage("code2wav") == from_kwargs(model).stage("code2wav")
+
+
+def test_logging_of_statistics_is_off_unless_the_stage_config_or_the_program_wants_it(
+    model: str, tmp_path: Path
+) -> None:
+    def off(**keywords: Any) -> list[Any]:
+        return [stage.engine_args["disable_log_stats"] for stage in from_kwargs(model, **keywords).stages]
+
+    file = tmp_path / "logs.yaml"
+    file.write_text("stages: {talker: {engine: {disable_log_stats: false}}}")
+    assert off() == [True, True, True]
+    assert off(stage_config=str(file)) == [True, False, True]
+    assert off(stage_config=str(file), disable_log_stats=True) == [True, True, True]
+    assert off(disable_log_stats=False) == [False, False, False]
+
+
+def test_a_stage_config_with_a_divided_stage_can_be_used_without(model: str) -> None:
+    overrides: dict[str, Any] = {"thinker": {"prefill_decode": None}}
+    plan = from_kwargs(model, stage_config="qwen3_omni_pd", stage_overrides=overrides)
+    assert [stage.name for stage in plan.stages] == ["thinker", "talker", "code2wav"]
+
+
+@pytest.mark.parametrize(
+    ("thinker", "variables", "message"),
+    [
+        (
+            {"cpu_threads": 2, "env": {"OMP_NUM_THREADS": "3"}},
+            {},
+            "stages.thinker.env.OMP_NUM_THREADS: stages.thinker.cpu_threads says the same; keep one of the two",
+        ),
+        (
+            {"kv_cache_bytes": 1 << 20},
+            {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            "VLLM_CPU_KVCACHE_SPACE: stages.thinker.kv_cache_bytes says the same; keep one of the two",
+        ),
+        (
+            {"kv_cache_memory_bytes": 1 << 20, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
+            {},
+            "stages.thinker.env.VLLM_CPU_KVCACHE_SPACE: stages.thinker.engine.kv_cache_memory_bytes says the same; "
+            "keep one of the two",
+        ),
+        ({"cpu_threads": 2}, {"OMP_NUM_THREADS": "3", "VLLM_CPU_KVCACHE_SPACE": "1"}, ""),
+    ],
+)
+def test_a_variable_replaces_no_key(
+    model: str, thinker: dict[str, Any], variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{message}$") if message else nullcontext():
+        from_kwargs(model, stage_overrides={"thinker": thinker})
 
 
 def test_engine_args_belong_to_a_replica_of_the_plan(model: str) -> None:
@@ -145,6 +227,61 @@ def test_mappings_become_vllms_config_objects(model: str) -> None:
     bad = from_kwargs(model, stage_overrides={"thinker": {"kv_transfer_config": {"kv_rol": "kv_both"}}})
     with pytest.raises(ConfigError, match=r"^stages\.thinker\.engine\.kv_transfer_config: .*kv_rol"):
         stage_engine_args(bad, ReplicaId("thinker", 0))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("max_num_seqs", "64", "must be a valid integer, got '64'"),
+        ("max_num_seqs", True, "must be a valid integer, got True"),
+        ("gpu_memory_utilization", "0.5", "must be a valid number, got '0.5'"),
+        ("gpu_memory_utilization", float("nan"), "must be a finite number, got nan"),
+        ("max_model_len", "x", "must be a valid integer, got 'x'"),
+        ("limit_mm_per_prompt", 2, "must be a valid dictionary, got 2"),
+        ("compilation_config", "3", "must be a valid dictionary or a valid integer, got '3'"),
+        ("mm_processor_cache_type", "none", "must be 'shm' or 'lru', got 'none'"),
+    ],
+)
+def test_engine_arguments_of_a_wrong_type_are_refused(model: str, key: str, value: Any, message: str) -> None:
+    path = "stages.thinker"
+    for name, given in (
+        (path, {key: value}),
+        (f"{path}.prefill_decode.decode", {"prefill_decode": {"decode": {key: value}}}),
+    ):
+        with pytest.raises(ConfigError, match=f"^--stage-overrides: {re.escape(f'{name}.engine.{key}: {message}')}$"):
+            from_cli(parse_serve([model, "--stage-overrides", json.dumps({"thinker": given})]), machine="cuda:80GiBx4")
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key}: {message}')}$"):
+        from_kwargs(model, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", torch.float32),
+        ("max_model_len", None),
+        ("max_num_seqs", 64.0),
+        ("gpu_memory_utilization", 1),
+        ("enforce_eager", 1),
+        ("compilation_config", 3),
+        ("compilation_config", None),
+        ("compilation_config", CompilationConfig()),
+        ("attention_backend", "FLASH_ATTN"),
+        ("limit_mm_per_prompt", {"video": {"count": 1}, "image": 2}),
+        ("served_model_name", ["a", "b"]),
+        ("offload_params", ["a"]),
+        ("hf_overrides", {"a": 1}),
+        ("hf_overrides", lambda config: config),
+        ("logits_processors", ["pkg.mod:Name"]),
+    ],
+)
+def test_engine_arguments_that_vllm_accepts_are_accepted(key: str, value: Any) -> None:
+    check_engine_value(key, value)
+
+
+def test_the_defaults_of_engine_arguments_have_their_type() -> None:
+    defaults = AsyncEngineArgs()
+    for name in ENGINE_FIELDS:
+        check_engine_value(name, getattr(defaults, name))
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
-from vllm_omni_ext.config.parse import Names
+from vllm_omni_ext.config.parse import Names, parse_config
 from vllm_omni_ext.config.schema import Cluster, Limits, OmniConfig, StageConfig, Timeouts
 from vllm_omni_ext.errors import ConfigError
 
@@ -87,6 +87,15 @@ def test_settings_replace_keys_of_the_top_level_and_of_groups() -> None:
         ConfigError, match=r"^startup_timeout: unknown key; did you mean 'timeouts.startup_timeout_s'\?$"
     ):
         with_settings(config, {"startup_timeout": 1})
+
+
+def test_null_removes_the_division_of_a_stage_config() -> None:
+    split = {"stages": {"thinker": {"engine": {"seed": 1}, "prefill_decode": {"prefill": {"replicas": 2}}}}}
+    config = parse_config(split, NAMES)
+    assert with_overrides(config, {"thinker": {"prefill_decode": {}}}, NAMES) == config
+    removed = with_overrides(config, {"thinker": {"prefill_decode": None, "replicas": 3}}, NAMES)
+    assert removed.stage("thinker") == StageConfig(replicas=3, engine={"seed": 1})
+    assert with_overrides(OmniConfig(), {"thinker": {"prefill_decode": None}}, NAMES).stage("thinker") == StageConfig()
 
 
 @given(

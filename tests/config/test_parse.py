@@ -129,7 +129,11 @@ def below(path: str, value: Any) -> Any:
         ("timeouts.drain_timeout_s", SECONDS, [0]),
         ("timeouts.replica_wait_timeout_s", SECONDS, [None]),
         ("restart_limit", COUNT, [-1]),
-        ("cluster.master_address", TEXT, [""]),
+        (
+            "cluster.master_address",
+            "the name or address of one host, without a port, or null",
+            ["", 1, "10.0.0.1:9100", "tcp://h", "a,b", "10.0.0.0/8"],
+        ),
         ("cluster.master_port", "an integer from 1 to 65535, or null", [0, 65536]),
         ("cluster.cluster_secret_file", TEXT, [1]),
         ("limits", MAPPING, [[], 1]),
@@ -151,6 +155,14 @@ def test_a_wrong_value_is_refused_with_its_place(path: str, expected: str, value
             parse_config(below(path, value), NAMES)
         shown = below(path, value)["chunks"] if chunk else value
         assert str(caught.value) == f"{place}: must be {expected}, got {shown!r}"
+
+
+@pytest.mark.parametrize("variable", [("A=B", "1"), ("", "1"), ("A\0", "1"), ("A", "\0")])
+def test_a_variable_that_no_environment_can_have_is_refused_by_name(variable: tuple[str, str]) -> None:
+    wrong = "must have names that are not empty, without '=', and no NUL, wrong is"
+    with pytest.raises(ConfigError) as caught:
+        parse_config(below("stages.talker.env", dict([variable])), NAMES)
+    assert str(caught.value) == f"stages.talker.env: {wrong} {variable[0]!r}, got {dict([variable])!r}"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ def test_a_chunk_is_no_larger_than_the_rest_to_play(sent: int, elapsed: float | 
     assert ChunkSchedule((ALL,), rate=12.5).due(3, sent, elapsed) == ALL
 
 
+def test_chunks_for_a_consumer_that_uses_all_items_at_the_end_have_the_last_size() -> None:
+    schedule = ChunkSchedule((1, 3), rate=12.5, streamed=False)
+    assert sizes_of(schedule, [1] * 7) == [3, 3, 1]
+    assert schedule.due(2, 6, elapsed=100.0) == 3
+
+
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),
     st.lists(st.floats(0.0, 1.0), min_size=1, max_size=120),

@@ -29,9 +29,11 @@ class Codec:
         return Produced("codec", payload=samples, finish="stop", part=part.part, at=at)
 
 
-def spoken(sizes: tuple[int, ...], rate: float, *, lost_after: int = -1) -> tuple[list[Submit], list[Piece]]:
+def spoken(
+    sizes: tuple[int, ...], rate: float, *, lost_after: int = -1, streamed: bool = True
+) -> tuple[list[Submit], list[Piece]]:
     """Return the parts and pieces of 12 frames, one each 0.05 s; after part `lost_after` the replica is lost."""
-    stream = CodecStream("codec", ChunkSchedule(sizes, rate), 20, look_ahead=LOOK_AHEAD)
+    stream = CodecStream("codec", ChunkSchedule(sizes, rate, streamed), 20, look_ahead=LOOK_AHEAD)
     codec, parts, pieces = Codec(), list[Submit](), list[Piece]()
     for number in range(12):
         at = number * 0.05
@@ -66,6 +68,29 @@ def test_a_part_is_due_when_the_sound_before_it_has_been_played() -> None:
     parts, _ = spoken((1,), RATE)
     assert len(parts[0].prompt) == 4 and parts[0].due == pytest.approx(0.15)
     assert parts[1].due == pytest.approx(0.15 + 1 / RATE)
+
+
+def test_parts_of_an_answer_that_is_not_streamed_are_due_later_and_in_order() -> None:
+    """They have the last size, and are due after the time of a whole part. The codec stage takes parts by due time."""
+    parts, _ = spoken((1, 5), RATE, streamed=False)
+    assert [len(part.prompt) for part in parts] == [5, 5, 2]
+    assert [part.due for part in parts] == pytest.approx([at + 0.5 for at in (0.2, 0.45, 0.55)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rate", "streamed", "joined"),
+    [
+        ((1, 25), RATE, True, {"group": 8, "rate": RATE}),
+        ((1, 25), 0.0, True, {"group": 1, "rate": 0.0}),
+        ((1, 25), RATE, False, {"group": 8, "rate": 0.0}),
+        ((1, 4), RATE, False, {"group": 4, "rate": 0.0}),
+        ((0,), 0.0, False, {"group": 8, "rate": 0.0}),
+    ],
+)
+def test_frames_are_joined_when_no_listener_waits_for_them(
+    sizes: tuple[int, ...], rate: float, streamed: bool, joined: dict[str, float]
+) -> None:
+    assert CodecStream("codec", ChunkSchedule(sizes, rate, streamed), 20).joined == joined
 
 
 def test_an_answer_without_samples_is_an_error() -> None:

@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_omni_ext.engine import plain_stage
-from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest, PlainScheduler, PlainWorker
+from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest, PlainScheduler, PlainWorker, StreamLost
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.wire.envelope import StageError, StageProgress, unpack
 from vllm_omni_ext.wire.priorities import of_part
@@ -171,7 +171,19 @@ def test_a_request_that_cannot_be_served_ends_alone_with_the_reason(bad: Request
     (error,) = engine.got["0/bad"]
     (message,) = messages([error])
     assert error.finish_reason == FinishReason.ERROR and isinstance(message, StageError) and why in message.reason
+    assert not message.lost
     assert len(engine.got["0/good"]) == 2
+
+
+def test_a_part_whose_stream_the_model_has_dropped_ends_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dropped(model: Painter, request: PlainRequest) -> None:
+        raise StreamLost("part 3 came for a stream that is not open")
+
+    monkeypatch.setattr(Painter, "open", dropped)
+    engine = Engine()
+    engine.add(request("late"))
+    engine.run()
+    assert messages(engine.got["0/late"]) == [StageError("part 3 came for a stream that is not open", lost=True)]
 
 
 @pytest.mark.parametrize("during", [False, True])

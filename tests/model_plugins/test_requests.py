@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -178,14 +179,17 @@ def test_the_talker_is_limited_by_its_context_and_by_code2wav(requests: Qwen3Omn
 def test_a_request_may_change_the_configured_chunks(
     configured: Any, asked: Any, text: ChunkSchedule, frames: ChunkSchedule
 ) -> None:
-    with (
-        mock.patch.object(SpecialIds, "of", return_value=IDS),
-        mock.patch("vllm_omni_ext.model_plugins.qwen3_omni.runtime.SpeechFlow") as flow,
-    ):
-        requests = made(SPEAKING, configured)
-        requests.validate(options(chunks=asked))
-        requests.plan(Rendered(prompt=user(20) + HEADER), options(chunks=asked))
-    assert flow.call_args.kwargs == {"text": text, "frames": frames, "text_too": True}
+    """Sizes that a request sets are used as they are, also for an answer that is not streamed."""
+    for streamed in (True, False):
+        with (
+            mock.patch.object(SpecialIds, "of", return_value=IDS),
+            mock.patch("vllm_omni_ext.model_plugins.qwen3_omni.runtime.SpeechFlow") as flow,
+        ):
+            requests, chosen = made(SPEAKING, configured), options(chunks=asked, streamed=streamed)
+            requests.validate(chosen)
+            requests.plan(Rendered(prompt=user(20) + HEADER), chosen)
+        used = replace(frames, streamed=streamed or bool(asked))
+        assert flow.call_args.kwargs == {"text": text, "frames": used, "text_too": True}
 
 
 # -- a text to read aloud ---------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from tests.support.vocoder_reference import (
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder import VocoderState
 from vllm_omni_ext.model_plugins.qwen3_omni.vocoder_streams import VocoderStreams
 from vllm_omni_ext.model_plugins.qwen_omni.part_streams import Answer, Job
+from vllm_omni_ext.wire.envelope import StageError
 from vllm_omni_ext.wire.stage_input import PartHeader
 
 REFERENCE = reference(small_config(), seed=2)
@@ -82,7 +83,7 @@ def test_a_gap_ends_the_stream_and_no_other(streams: VocoderStreams) -> None:
     assert bad == "part 2 came where 1 was due"
     assert isinstance(good, Tensor)
     (late,) = streams.decode([header("a", 1, False)], [frames[2:4]])
-    assert late == "part 1 came for a stream that is not open"
+    assert late == StageError("part 1 came for a stream that is not open", lost=True)
 
 
 def test_parts_before_a_bad_one_are_decoded_and_those_after_it_refused(streams: VocoderStreams) -> None:
@@ -90,7 +91,7 @@ def test_parts_before_a_bad_one_are_decoded_and_those_after_it_refused(streams: 
     headers = [header("a", number, False) for number in range(3)]
     first, second, third = streams.decode(headers, [frames[:2], "no codes", frames[2:]])
     check_equal(first, expected(REFERENCE, frames)[: len(first)])
-    assert (second, third) == ("no codes", "part 2 came for a stream that is not open")
+    assert (second, third) == ("no codes", StageError("part 2 came for a stream that is not open", lost=True))
     assert len(streams) == 0
 
 
@@ -98,7 +99,7 @@ def test_a_part_after_the_last_one_is_refused_even_in_the_same_step(streams: Voc
     frames = codes(3)
     first, second = streams.decode([header("a", 0, True), header("a", 1, False)], [frames[:2], frames[2:]])
     assert isinstance(first, Tensor)
-    assert second == "part 1 came for a stream that is not open"
+    assert second == StageError("part 1 came for a stream that is not open")
     assert len(streams) == 0
 
 
@@ -129,7 +130,7 @@ def test_an_idle_stream_is_freed(streams: VocoderStreams, clock: SimpleNamespace
     assert isinstance(a, Tensor)
     assert len(streams) == 0
     (b,) = streams.decode([header("b", 1, True)], [frames[1:]])
-    assert b == "part 1 came for a stream that is not open"
+    assert b == StageError("part 1 came for a stream that is not open", lost=True)  # it is sent again
 
 
 def test_streams_continue_after_a_sleep_of_the_stage(streams: VocoderStreams, clock: SimpleNamespace) -> None:

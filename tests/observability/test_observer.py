@@ -87,7 +87,7 @@ def sound(samples: int, frames: int = 0, *, finished: bool = False) -> AudioChun
 
 def spoken(bench: Bench) -> None:
     """A whole request: text at 0.5 s and 0.75 s, sound at 2 s and 3 s."""
-    bench.open()
+    bench.open(streamed=True)
     bench.sent(None, THINKER)
     bench.now += 0.5
     bench.produce(THINKER, 5, waited_s=0.25)
@@ -215,13 +215,14 @@ def test_sizes_of_payloads(payload: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_underruns_of_streamed_answers_are_counted(bench: Bench, streamed: bool) -> None:
+def test_delays_of_streamed_answers_are_counted(bench: Bench, streamed: bool) -> None:
     """Pieces of half a second: in time, 0.25 s late, in time for the delayed player, 1 s late."""
     bench.open(streamed=streamed)
     for pause in (1.0, 0.5, 0.75, 0.5, 1.5):
         bench.now += pause
         bench.emit("code2wav", sound(RATE // 2, 1))
-    assert bench.value(audio.AUDIO_CHUNK_GAP, "_count") == 4
+    assert bench.value(audio.AUDIO_CHUNK_GAP, "_count") == (4 if streamed else None)
+    assert bench.value(audio.TIME_TO_FIRST_AUDIO, "_count") == (1 if streamed else None)
     facts = as_metrics(bench.traces["r"])["audio"]
     if streamed:
         assert bench.value(audio.AUDIO_UNDERRUN) == facts["underrun_s"] == pytest.approx(1.25)

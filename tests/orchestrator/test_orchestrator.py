@@ -237,6 +237,27 @@ async def test_a_later_stage_goes_on_after_its_own_outputs() -> None:
     assert again.sampling_params.max_tokens == 40 - 1
 
 
+@pytest.mark.parametrize(
+    ("params", "goes_on"),
+    [({"presence_penalty": 0.5}, False), ({"frequency_penalty": 0.5}, False), ({"repetition_penalty": 1.3}, True)],
+)
+async def test_a_later_stage_whose_penalties_count_its_outputs_fails_once_it_has_begun(
+    params: dict[str, Any], goes_on: bool
+) -> None:
+    """The outputs become prompt, which vLLM counts for `repetition_penalty` alone."""
+    bench = Bench(pipeline, voice=2)
+    options = RequestOptions(modalities=("audio",), params={"voice": SamplingParams(**params)})
+    ticket, sink = await bench.start("r", options)
+    await play(bench, "r", STEPS[:3])
+    assert len(bench.of("voice/0").added) == 2 and drained(sink) == []
+    await bench.orchestrator.replica_down(ReplicaId("voice", 0), "gone")
+    assert [each.prompt_token_ids for each in bench.of("voice/1").added] == ([[9, 9, 9]] if goes_on else [])
+    errors = drained(sink)
+    assert [type(error) for error in errors] == ([] if goes_on else [StageUnavailable])
+    assert goes_on or "no other request can continue the tokens that stage 'voice' has generated" in str(errors[0])
+    await end(bench, ticket)
+
+
 async def test_a_text_that_depends_on_more_than_its_tokens_fails_once_it_has_begun() -> None:
     bench = Bench(pipeline, text=3)
     request = text_request("r")

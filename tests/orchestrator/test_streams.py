@@ -14,6 +14,7 @@ from tests.support.loop_clock import stopped_clock
 from vllm_omni_ext.errors import RequestFailed
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.flow import Action, Emit, Extend, Finished, Open, Produced
+from vllm_omni_ext.wire.envelope import StageError, pack
 from vllm_omni_ext.wire.stage_input import END, PartHeader
 
 PARTS = 4
@@ -130,6 +131,37 @@ async def test_a_lost_replica_means_a_new_stream() -> None:
     assert again.request_id not in [request.request_id for request in first.added]
     await bench.orchestrator.produced(first.id, output(first.added[1].request_id, tensor=SOUND, end="stop"))
     assert len(drained(sink)) == 1  # outputs of the old stream on their way are dropped
+    await end(bench, ticket)
+
+
+@pytest.mark.parametrize("finish", ["stop", "error"])
+async def test_a_stream_that_its_stage_has_dropped_is_sent_again(finish: str) -> None:
+    """A pooling stage ends the part with "stop", a plain stage with "error"."""
+    bench = Bench(Script())
+    ticket, sink = await begun(bench)
+    await speak(bench, 3)
+    await answer(bench, 1)
+    replica = bench.bound("sound", "r")
+    lost = pack(StageError("part 1 came for a stream that is not open", lost=True))
+    await bench.produce("sound", "r", tensor=lost, end=finish)
+    *_, late, again = replica.added
+    assert PartHeader.of(again.pooling_params.extra_kwargs) == PartHeader(stream="r/1", part=0, last=True)
+    assert bench.bound("sound", "r") is replica and replica.aborted == [] and bench.failures == []
+    await bench.orchestrator.produced(replica.id, output(late.request_id, tensor=lost, end=finish))
+    assert len(replica.added) == 4 and len(drained(sink)) == 1  # the answer of part 0, and no error
+    await bench.orchestrator.produced(replica.id, output(again.request_id, tensor=SOUND, end="stop"))
+    assert len(drained(sink)) == 1
+    await end(bench, ticket)
+
+
+async def test_a_first_part_for_which_there_is_no_stream_is_the_flows_to_handle() -> None:
+    bench = Bench(Script())
+    ticket, _ = await begun(bench)
+    await speak(bench, 1)
+    lost = StageError("part 0 came for a stream that is not open", lost=True)
+    await bench.produce("sound", "r", tensor=pack(lost), end="stop")
+    assert bench.flows[0].events[-1].payload == lost
+    assert [mark.part for mark in marks(bench)] == [0, END]  # this flow fails
     await end(bench, ticket)
 
 

@@ -55,11 +55,8 @@ def expected(oracle: Oracle, text: str, voice: str) -> tuple[np.ndarray, np.ndar
     layers = [embedded] * (model.config.talker_config.accept_hidden_layer + 1)
     thinker = mock.Mock(return_value=SimpleNamespace(sequences=said, hidden_states=[layers]))
     with mock.patch.object(model.thinker, "generate", thinker), torch.no_grad():
-        _, codes = oracle._speak(
-            {"input_ids": torch.tensor([prompt]), "thinker_eos_token_id": oracle.eos_ids},
-            voice,
-            {"talker_max_new_tokens": FRAMES, "talker_do_sample": False},
-        )
+        options = {"thinker_eos_token_id": oracle.eos_ids, "talker_max_new_tokens": FRAMES, "talker_do_sample": False}
+        _, _, codes = oracle._generate({"input_ids": torch.tensor([prompt]), **options}, voice)
         return codes[0].T.numpy(), model.code2wav(codes).flatten().numpy()
 
 

@@ -60,7 +60,7 @@ def test_stages_sample_without_flashinfer_where_it_cannot_be_compiled(
     monkeypatch.delenv(SAMPLER, raising=False)
     if set_to is not None:
         monkeypatch.setenv(SAMPLER, set_to)
-    stage = SimpleNamespace(env={})
+    stage = SimpleNamespace(env={}, cpu_threads=None)
     config = SimpleNamespace(cluster=Cluster(port_range="23000-23009"), stage=lambda name: stage)
     plan = SimpleNamespace(config=config, stage=lambda name: stage)
     deployment: Any = SimpleNamespace(plan=plan, _no_flashinfer=bool(missing))

@@ -107,6 +107,7 @@ class Started(Deployment):
         return [("in", "out")]
 
     def _config(self, replica: ReplicaId) -> Any:
+        self.configs[replica.stage] = None  # type: ignore[assignment]
         return replica
 
 

@@ -161,6 +161,13 @@ async def test_errors_of_the_engine_have_a_status(
         assert (caught.value.param, caught.value.body["message"]) == (parameter, str(error))
 
 
+@pytest.mark.parametrize("error", FAILURES)
+async def test_errors_of_the_engine_have_a_status_in_messages(app: Any, engine: ScriptedOmni, error: OmniError) -> None:
+    engine.script = ["a", error]
+    answer = await post(app, json.dumps(TEXT_ROUTES["/v1/messages"]), "/v1/messages")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (FAILURES[error][0], str(error))
+
+
 @pytest.mark.parametrize("modalities", [["text"], ["text", "audio"]])
 @pytest.mark.parametrize("error", FAILURES)
 async def test_an_error_ends_a_stream(app: Any, engine: ScriptedOmni, error: OmniError, modalities: list[str]) -> None:
@@ -197,9 +204,11 @@ TEXT_ROUTES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "tiny", "max_tokens": 5, "messages": HELLO},
     "/v1/chat/completions/batch": {"messages": [HELLO]},
 }
+COUNT = "/v1/messages/count_tokens"
+COUNTED_ROUTES = TEXT_ROUTES | {COUNT: {"model": "tiny", "messages": HELLO}}
 
 
-@pytest.mark.parametrize("path", TEXT_ROUTES)
+@pytest.mark.parametrize("path", COUNTED_ROUTES)
 @pytest.mark.parametrize(
     ("fields", "parameter", "said"),
     [
@@ -216,10 +225,10 @@ TEXT_ROUTES: dict[str, dict[str, Any]] = {
 async def test_text_apis_refuse_fields_that_only_a_chat_may_have(
     app: Any, engine: ScriptedOmni, path: str, fields: dict[str, Any], parameter: str, said: str, counted: list[str]
 ) -> None:
-    answer = await post(app, json.dumps(TEXT_ROUTES[path] | fields), path)
+    answer = await post(app, json.dumps(COUNTED_ROUTES[path] | fields), path)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["message"].startswith(f"{parameter}: ")
-    assert path == "/v1/messages" or (error["param"], error["code"]) == (parameter, 400)
+    assert path.startswith("/v1/messages") or (error["param"], error["code"]) == (parameter, 400)
     assert len(counted) == 1 and engine.calls == []
     assert said.format(path=path) in error["message"]
 
@@ -230,6 +239,8 @@ async def test_fields_that_clients_of_anthropic_send_are_accepted(app: Any, engi
     fields |= {"context_management": {"edits": []}, "temperature": 0, "modalities": ["text"]}
     answer = await post(app, json.dumps(TEXT_ROUTES["/v1/messages"] | fields), "/v1/messages?beta=true")
     assert (answer.status_code, answer.json()["content"][0]["text"]) == (200, "Hi"), answer.text
+    answer = await post(app, json.dumps(COUNTED_ROUTES[COUNT] | fields), COUNT)
+    assert answer.status_code == 200 and answer.json()["input_tokens"] > 0, answer.text
 
 
 @pytest.mark.parametrize("path", TEXT_ROUTES)
@@ -257,7 +268,10 @@ async def test_text_apis_of_a_model_without_text_refuse_all_requests(
     assert engine.calls == []
 
 
-PATHS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/audio/speech", "/tokenize", "/detokenize"
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", COUNT),
+    *("/v1/audio/speech", "/tokenize", "/detokenize"),
+)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -273,6 +287,8 @@ async def test_every_invalid_body_is_counted_once(
 
 LONG = [{"role": "user", "content": "a b " * 9000}]
 DAMAGED = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
+PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+DAMAGED_MESSAGE = [{"role": "user", "content": [{"type": "image", "source": PICTURE}]}]
 CHAT = "/v1/chat/completions"
 REFUSED_BY_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
     "long chat": (CHAT, {"messages": LONG}),
@@ -280,6 +296,13 @@ REFUSED_BY_VLLM: dict[str, tuple[str, dict[str, Any]]] = {
     "temperature": (CHAT, {"messages": HELLO, "temperature": -1}),
     "long prompt": ("/v1/completions", {"prompt": "a b " * 9000}),
     "long text": ("/tokenize", {"prompt": "x " * 20_000}),
+    "long message": ("/v1/messages", TEXT_ROUTES["/v1/messages"] | {"messages": LONG}),
+    "temperature of a message": ("/v1/messages", TEXT_ROUTES["/v1/messages"] | {"temperature": -1}),
+    "damaged picture in a message": ("/v1/messages", TEXT_ROUTES["/v1/messages"] | {"messages": DAMAGED_MESSAGE}),
+    "damaged picture in a count": (COUNT, {"model": "tiny", "messages": DAMAGED_MESSAGE}),
+    "long input": ("/v1/responses", {"input": LONG[0]["content"]}),
+    "unsupported store": ("/v1/responses", {"input": "Hello", "background": True}),
+    "beam search": ("/v1/completions", {"prompt": "Hello", "stream": True, "use_beam_search": True}),
 }
 
 
@@ -290,8 +313,23 @@ async def test_refusals_of_vllm_are_counted_once(app: Any, engine: ScriptedOmni,
     assert (answer.status_code, counted, engine.calls) == (400, ["RequestError"], []), answer.text
 
 
+@pytest.mark.parametrize("path", TEXT_ROUTES)
+async def test_a_client_that_leaves_is_not_counted_as_refused(
+    app: Any, engine: ScriptedOmni, path: str, counted: list[str]
+) -> None:
+    await disconnect(app, engine, path, TEXT_ROUTES[path], ["a"])
+    assert counted == []
+
+
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), ("/v1/audio/speech", {"input": "Hello"})])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HELLO}),
+        ("/v1/audio/speech", {"input": "Hello"}),
+        ("/v1/messages", TEXT_ROUTES["/v1/messages"]),
+    ],
+)
 async def test_a_failure_that_the_orchestrator_has_counted_is_not_counted_again(
     app: Any, engine: ScriptedOmni, path: str, body: dict[str, Any], begun: bool, counted: list[str]
 ) -> None:

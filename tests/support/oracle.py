@@ -118,39 +118,40 @@ class Oracle(Prompts):
         """Thinker greedy, talker greedy (or with `talker_sampling`, e.g. `{"do_sample": True, "top_k": 50}`)."""
         inputs = self.inputs(messages)
         prompt_ids = inputs["input_ids"][0].tolist()
-        text = {"thinker_max_new_tokens": thinker_max_tokens, "thinker_eos_token_id": self.eos_ids}
-        sequences = self.model.generate(**inputs, **text, thinker_do_sample=False, return_audio=False)
-        thinker_ids = sequences[0, len(prompt_ids) :].tolist()
-        groups = self.model.config.talker_config.num_code_groups
-        if len(thinker_ids) < 2:  # nothing to speak: generate() itself would fail here
-            return Golden(prompt_ids, thinker_ids, [], np.zeros((0, groups), np.int64), np.zeros(0, np.float32))
         talker = {f"talker_{name}": value for name, value in (talker_sampling or {"do_sample": False}).items()}
-        talker_ids, codes = self._speak(
-            inputs | text, voice, {"talker_max_new_tokens": talker_max_tokens, "thinker_do_sample": False, **talker}
-        )
+        options = {
+            "thinker_max_new_tokens": thinker_max_tokens,
+            "thinker_eos_token_id": self.eos_ids,
+            "thinker_do_sample": False,
+            "talker_max_new_tokens": talker_max_tokens,
+        }
+        sequences, talker_ids, codes = self._generate(inputs | options | talker, voice)
         wav = self.model.code2wav(codes) if codes.shape[-1] else torch.zeros(0)
+        thinker_ids = sequences[0, len(prompt_ids) :].tolist()
         return Golden(prompt_ids, thinker_ids, talker_ids, codes[0].T.numpy(), wav.flatten().numpy())
 
-    def _speak(
-        self, inputs: Mapping[str, Any], voice: str, options: Mapping[str, Any]
-    ) -> tuple[list[int], torch.Tensor]:
-        """Run `generate`; returns the talker's tokens and the codes [1, groups, frames] that code2wav gets."""
-        groups = self.model.config.talker_config.num_code_groups
-        talked = recorder(self.model.talker.generate)
+    def _generate(self, arguments: Mapping[str, Any], voice: str) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+        """Run `generate`; returns the thinker's ids [1, prompt and answer], the talker's tokens, and the codes
+        [1, groups, frames] that code2wav gets.
+        """
+        thought, talked = recorder(self.model.thinker.generate), recorder(self.model.talker.generate)
         decoded = recorder(self.model.code2wav.chunked_decode)
         with (
+            mock.patch.object(self.model.thinker, "generate", thought),
             mock.patch.object(self.model.talker, "generate", talked),
             mock.patch.object(self.model.code2wav, "chunked_decode", decoded),
         ):
             try:
-                self.model.generate(**inputs, **options, speaker=voice, return_audio=True)
-            except RuntimeError:
-                # generate() cannot stack zero frames: the talker ended with its first token
-                if talked.result is None or talked.result.sequences.shape[1] != 1:
+                self.model.generate(**arguments, speaker=voice, return_audio=True)
+            except (RuntimeError, IndexError):
+                # generate() cannot speak a reply of one token, and cannot stack zero frames: the talker ended at once
+                one_token = thought.result.sequences.shape[1] == arguments["input_ids"].shape[1] + 1
+                if not one_token and (talked.result is None or talked.result.sequences.shape[1] != 1):
                     raise
-        talker_ids = talked.result.sequences[0].tolist()
+        talker_ids = [] if talked.result is None else talked.result.sequences[0].tolist()
+        groups = self.model.config.talker_config.num_code_groups
         codes = decoded.arguments[0] if decoded.arguments else torch.zeros((1, groups, 0), dtype=torch.int64)
-        return talker_ids, codes
+        return thought.result.sequences, talker_ids, codes
 
 
 class recorder:

@@ -88,17 +88,19 @@ def test_edges_lead_into_prefill_and_out_of_decode(pipeline: PipelineSpec, cpu: 
         EdgeSpec(PREFILL, DECODE, "kv"),
         EdgeSpec(DECODE, "talker", "tokens", name="words", chunks=(1, 5)),
         EdgeSpec(PREFILL, "talker", "tensors"),
+        EdgeSpec(DECODE, "talker", "tensors"),
         EdgeSpec("talker", "code2wav", "tokens"),
         EdgeSpec("talker", PREFILL, "tokens"),
     )
 
 
 def test_both_sides_can_send_hidden_states(pipeline: PipelineSpec, cpu: Machine) -> None:
-    """Decode sends them while there is no prefill replica."""
+    """Decode sends those of the answer, and while there is no prefill replica those of the prompt."""
     edge = EdgeSpec("thinker", "talker", "tensors", name="hidden_states")
     plan = plan_of(replace(pipeline, edges=(edge,)), cpu, config_of())
     assert list(plan.connectors) == ["hidden_states"]
     for side in (PREFILL, DECODE):
+        assert f"  {side} -> talker  tensors, hidden_states over shared_memory\n" in explain(plan)
         assert plan.stage(side).engine_args["additional_config"] == {"outgoing": plan.connectors}
     assert plan.stage("talker").engine_args["additional_config"] == {"incoming": plan.connectors}
     assert config_hash(plan, PREFILL) != config_hash(plan, DECODE)

@@ -380,3 +380,13 @@ def test_wrong_machines_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_machine(text, HERE)
     assert str(refused.value).startswith(f"--machine {text}: write cuda:SIZExCOUNT, e.g. cuda:80GiBx2 ")
+
+
+def test_threads_of_a_cpu_machine_are_refused_with_devices(
+    pipeline: PipelineSpec, cpu: Machine, four_gpus: Machine
+) -> None:
+    stages = {"talker": StageConfig(cpu_threads=2)}
+    with pytest.raises(ConfigError, match=r"^stages\.talker\.cpu_threads: replicas of this machine compute on CUDA "):
+        plan_for(pipeline, four_gpus, stages)
+    assert plan_for(pipeline, cpu, stages).stage("talker").env["OMP_NUM_THREADS"] == "2"
+    plan_for(pipeline, four_gpus, {"talker": StageConfig(cpu_threads=2, replicas=0)})

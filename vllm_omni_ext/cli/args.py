@@ -10,7 +10,12 @@ from typing import Any
 
 import vllm
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.exceptions import VLLMError
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import import_plugin
 
 from vllm_omni_ext.config.checks import AUTO
 from vllm_omni_ext.config.schema import SETTINGS
@@ -223,3 +228,28 @@ def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: s
             written = "" if value is True else f" {value}"
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag}{written}: with --omni {advice.format(stage=frontend)}")
+
+
+def check_chat(args: argparse.Namespace) -> None:
+    """Refuse a chat template that cannot be read, and parsers that neither vLLM nor a plugin on the command line has.
+
+    Plugins with parsers are imported, as in vLLM's own start of a server.
+
+    Raises:
+        ConfigError: the message starts with the flag.
+    """
+    try:
+        load_chat_template(args.chat_template)
+    except (OSError, ValueError, VLLMError) as err:
+        raise ConfigError(f"--chat-template: {' '.join(str(err).split())}") from err
+    parsers: Mapping[str, Any] = {"tool_call": ToolParserManager, "reasoning": ReasoningParserManager}
+    for kind, manager in parsers.items():
+        flag, name = f"--{kind.replace('_', '-')}-parser", getattr(args, f"{kind}_parser")
+        if not name:
+            continue
+        if plugin := args.tool_parser_plugin if kind == "tool_call" else args.reasoning_parser_plugin:
+            import_plugin(plugin)
+        if name not in (known := manager.list_registered()):
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean '{close[0]}'?" if close else f"use one of {', '.join(known)}"
+            raise ConfigError(f"{flag} {name}: vLLM has no such parser; {advice}")

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 
 from vllm_omni_ext.cli.args import EXPLICIT
-from vllm_omni_ext.config.checks import as_network
+from vllm_omni_ext.config.checks import ONE_HOST, as_network, is_host
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.overrides import with_settings
 from vllm_omni_ext.config.schema import OmniConfig
@@ -86,12 +86,17 @@ def listening(config: OmniConfig, http_port: int | None = None) -> OmniConfig:
 
 def check_address(config: OmniConfig) -> None:
     """Raise ConfigError if `master_address` means all addresses of a host (e.g. 0.0.0.0): none can connect to it."""
-    word = (config.cluster.master_address or "").strip("[]")
-    if word == "*" or ((network := as_network(word)) and network.network_address.is_unspecified):
+    word = config.cluster.master_address or ""
+    if _is_unspecified(word):
         raise ConfigError(
             f"cluster.master_address: '{word}' stands for all addresses of a host, and replicas need one that they "
             f"can reach: {_ADDRESS} HOST"
         )
+
+
+def _is_unspecified(host: str) -> bool:
+    network = as_network(host)
+    return host == "*" or (network is not None and network.network_address.is_unspecified)
 
 
 def refuse_joining(pipeline: PipelineSpec, config: OmniConfig) -> None:
@@ -172,6 +177,9 @@ def _check_flags(args: argparse.Namespace, stage: str | None) -> None:
             f"--omni-replica-address {args.omni_replica_address}: only with --headless; "
             "the replicas of this process are reached locally; remove it"
         )
+    address = args.omni_replica_address
+    if address is not None and (not is_host(address) or _is_unspecified(address)):
+        raise ConfigError(f"--omni-replica-address {address}: must be {ONE_HOST}")
 
 
 def _check_complete(stage: str | None, pipeline: PipelineSpec, config: OmniConfig) -> None:

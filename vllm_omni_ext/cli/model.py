@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import PreTrainedConfig
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
@@ -18,6 +17,7 @@ from vllm_omni_ext.cli.checkpoint import checkpoint_folder, stored_tensors
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import ModelFacts
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
+from vllm_omni_ext.runtime.launch.hf_overrides import update
 from vllm_omni_ext.topology.machine import Machine
 
 
@@ -49,18 +49,8 @@ def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
         if HF_HUB_OFFLINE and not Path(model).exists():
             reason = "HF_HUB_OFFLINE is set, and the model is not in the local cache; download it first, or unset it"
         raise ConfigError(f"model: the config of '{model}' cannot be read: {reason}") from err
-    _update(config, {key: value for key, value in overrides.items() if isinstance(value, dict)})
+    update(config, {key: value for key, value in overrides.items() if isinstance(value, dict)})
     return config
-
-
-def _update(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
-    """Set attributes of a config; those that are configs themselves are updated."""
-    for key, value in overrides.items():
-        nested = getattr(config, key, None)
-        if isinstance(nested, PreTrainedConfig) and isinstance(value, dict):
-            _update(nested, value)
-        else:
-            setattr(config, key, value)
 
 
 def architecture(model: str, hf_config: Any) -> str:

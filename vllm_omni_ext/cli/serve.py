@@ -79,6 +79,7 @@ def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, a
     Raises:
         ConfigError: an argument, the stage config or the model's config is wrong.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.logger import configure_logging_from_args
 
     from vllm_omni_ext.cli.args import parse_serve
@@ -91,6 +92,9 @@ def prepare(argv: Sequence[str], *, machine: str | None = None) -> tuple[Plan, a
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as err:
         raise ConfigError(str(err).removeprefix("Error: ")) from err
+    except VLLMValidationError as err:
+        flag = f"--{err.parameter.replace('_', '-')}: " if err.parameter else ""
+        raise ConfigError(f"{flag}{err.args[0]}") from err
     return from_cli(args, machine=machine)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.engine.arg_utils import AsyncEngineArgs
-
-from vllm_omni_ext.cli.args import EXPLICIT, KEYS, check_flags
+from vllm_omni_ext.cli.args import EXPLICIT, KEYS, check_chat, check_flags
+from vllm_omni_ext.cli.engine_fields import ENGINE_FIELDS, check_engine_value
 from vllm_omni_ext.cli.members import check_address, check_reachable, for_this_process, listening, refuse_joining
 from vllm_omni_ext.cli.model import architecture, detect_host, detect_machine, load_hf_config, model_facts
 from vllm_omni_ext.compat import require_seams
 from vllm_omni_ext.config.checks import AUTO, modality_names, unknown_key
+from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.config.load import load_config, pipeline_of, stage_config_names
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names
@@ -26,6 +26,7 @@ from vllm_omni_ext.plugins.registry import family_for
 from vllm_omni_ext.plugins.spec import (
     LOGPROBS,
     SAMPLING_PARAMS,
+    TEXT_ONLY,
     ModelFamily,
     PipelineSpec,
     make_params,
@@ -33,7 +34,8 @@ from vllm_omni_ext.plugins.spec import (
     resolve,
 )
 from vllm_omni_ext.topology.disaggregation import expand
-from vllm_omni_ext.topology.machine import Machine, parse_machine
+from vllm_omni_ext.topology.engine_args import user_engine_args
+from vllm_omni_ext.topology.machine import Machine, check_variables, parse_machine
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
@@ -42,8 +44,6 @@ SERVER_REQUEST_TIMEOUT_S = 3600.0
 
 REALTIME_KEYS = "realtime_"
 """Prefix of the configuration keys about sessions of `/v1/realtime`."""
-
-ENGINE_FIELDS = frozenset(f.name for f in fields(AsyncEngineArgs))
 
 
 def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[Plan, argparse.Namespace]:
@@ -66,6 +66,7 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     settings = {key: getattr(args, name) for name, key in KEYS.items() if name in given - ignored}
     pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings)
     check_flags(args, given, frontend=pipeline.frontend)
+    check_chat(args)
     _check_realtime(config.limits, {*settings}, family)
     pipeline, config = expand(pipeline, config)
     config = for_this_process(args, pipeline, config)
@@ -89,6 +90,12 @@ SERVERS_OWN = {
     "streaming_input",
 }
 """Keys of which only a server makes use; as keywords of `LLM(omni=True)` they are refused."""
+
+JOINING = ("cluster_auth", "cluster_secret_file", "drain_timeout_s", "heartbeat_timeout_s")
+"""Keys about replicas that join a head or leave it; as keywords of `LLM(omni=True)` they are refused."""
+
+OFFLINE_DEFAULTS = {"disable_log_stats": True}
+"""Engine arguments of each stage that vLLM's `LLM` sets unless the program does."""
 
 
 def from_kwargs(
@@ -114,13 +121,24 @@ def from_kwargs(
         if name not in ENGINE_FIELDS and name not in SETTINGS:
             raise unknown_key("", name, [*ENGINE_FIELDS, *SETTINGS, "stage_config", "stage_overrides"])
     text_args = {name: value for name, value in engine_kwargs.items() if name in ENGINE_FIELDS}
+    for name, value in text_args.items():
+        try:
+            check_engine_value(name, value)
+        except ValueError as err:
+            raise ConfigError(f"{name}: {err}") from err
     hf_config = load_hf_config(model, text_args)
     settings = {"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in SETTINGS}
     family = _family(model, hf_config)
-    pipeline, config = expand(*_read(family, stage_config, stage_overrides, settings))
+    pipeline, config = expand(*_offline(*_read(family, stage_config, stage_overrides, settings)))
     _check_realtime(config.limits, {*settings}, None)
     for name in sorted(SERVERS_OWN & engine_kwargs.keys()):
         raise ConfigError(f"{name}: LLM(omni=True) has no HTTP routes; leave it out, got {engine_kwargs[name]!r}")
+    for name in JOINING:
+        if name in engine_kwargs:
+            raise ConfigError(
+                f"{setting_path(name)}: no replica can join or leave LLM(omni=True); leave it out, "
+                f"got {engine_kwargs[name]!r}"
+            )
     if config.api_servers != 1:
         raise ConfigError(
             f"api_servers: LLM(omni=True) is a program without API servers; leave it out, got {config.api_servers}"
@@ -131,6 +149,13 @@ def from_kwargs(
         raise ConfigError(f"batch_dir: LLM(omni=True) has no HTTP routes; leave it out, got {config.batch_dir}")
     refuse_joining(pipeline, config)
     return _plan(model, family, pipeline, hf_config, config, text_args, detect_machine())
+
+
+def _offline(pipeline: PipelineSpec, config: OmniConfig) -> tuple[PipelineSpec, OmniConfig]:
+    """Return the arguments, with `OFFLINE_DEFAULTS` in each stage that has no other value."""
+    stages = {spec.name: config.stage(spec.name) for spec in pipeline.stages}
+    stages = {name: replace(stage, engine={**OFFLINE_DEFAULTS, **stage.engine}) for name, stage in stages.items()}
+    return pipeline, replace(config, stages=stages)
 
 
 def _family(model: str, hf_config: Any) -> ModelFamily:
@@ -163,6 +188,7 @@ def _read(
     names = Names(
         stages=tuple(stage.name for stage in pipeline.stages),
         engine=ENGINE_FIELDS,
+        engine_value=check_engine_value,
         params={stage.name: param_names(stage.params) for stage in pipeline.stages},
     )
     config = load_config(source, names, family.stage_configs) if source else OmniConfig()
@@ -220,9 +246,13 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             make_params(stage.params, values[stage.name])
         except ValueError as err:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
-        if stage.params == SAMPLING_PARAMS and stage.name != pipeline.frontend:
-            for field in config.stage(stage.name).params.keys() & LOGPROBS:
-                raise ConfigError(f"stages.{stage.name}.params.{field}: is not returned for this stage; remove it")
+        if stage.params != SAMPLING_PARAMS or stage.name == pipeline.frontend:
+            continue
+        pooling = stage.engine.get("runner") == "pooling"
+        for field in config.stage(stage.name).params:
+            if pooling or field in LOGPROBS or field in TEXT_ONLY:
+                why = "is not returned for this stage" if field in LOGPROBS else "has no effect in this stage"
+                raise ConfigError(f"stages.{stage.name}.params.{field}: {why}; remove it")
 
 
 def _check_folder(key: str, folder: Path) -> None:
@@ -242,6 +272,11 @@ def _plan(
     text_args: Mapping[str, Any],
     machine: Machine,
 ) -> Plan:
+    if machine.platform == "cpu":
+        for spec in pipeline.stages:
+            stage = config.stage(spec.name)
+            user = user_engine_args(spec, stage, text_args, pipeline.takes_stock_flags(spec))
+            check_variables(stage_path(spec.name), stage, user, os.environ)
     return make_plan(
         model=model,
         family=family.name,

@@ -31,6 +31,8 @@ ADAPTIVE = "adaptive"
 EVERYTHING = "all"
 """Value of `allow_private_media` that allows all hosts and networks, instead of a list of them."""
 
+ONE_HOST = "the name or address of one host, without a port"
+
 UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
 """Pydantic's error types for a key that is not a field of a dataclass or a `TypedDict`."""
 
@@ -81,9 +83,31 @@ def _check_hosts(text: str) -> str:
     return text
 
 
+def is_host(text: str) -> bool:
+    """Return whether a text is the name or the address of one host, without a port; also True for `*`."""
+    try:
+        return text == "*" or bool(_HOST.fullmatch(text) or ipaddress.ip_address(text.strip("[]")))
+    except ValueError:
+        return False
+
+
+def _check_host(text: str) -> str:
+    if not is_host(text):
+        raise ValueError(text)
+    return text
+
+
 def _check_ports(text: str) -> str:
     port_range(text)
     return text.strip()
+
+
+def _check_variables(variables: Mapping[str, str]) -> Mapping[str, str]:
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in name + value:
+            text = "must have names that are not empty, without '=', and no NUL"
+            raise PydanticCustomError("variable", "{text}, wrong is {name}", {"text": text, "name": repr(name)})
+    return variables
 
 
 def _refuse_key(value: Any) -> Any:
@@ -110,6 +134,7 @@ Hosts = Annotated[
     AfterValidator(_check_hosts),
     _expected("'all', or a comma-separated list of hosts and networks such as 'media.internal,10.1.0.0/16'"),
 ]
+Host = Annotated[str, Field(strict=True), AfterValidator(_check_host), _expected(ONE_HOST)]
 PortRange = Annotated[
     str,
     Field(strict=True),
@@ -132,6 +157,7 @@ Settings = Annotated[Mapping[str, Any], _expected("a mapping with string keys")]
 Environment = Annotated[
     Mapping[str, Annotated[str, Field(coerce_numbers_to_str=True)]],
     _expected("a mapping of variable names to strings or numbers"),
+    AfterValidator(_check_variables),
 ]
 Connectors = Annotated[Mapping[str, Settings], _expected("a mapping of hand-overs to mappings such as {name: tcp}")]
 ChunkSizes = Literal["all"] | Annotated[tuple[Positive, ...], Field(min_length=1)]

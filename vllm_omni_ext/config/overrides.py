@@ -28,8 +28,9 @@ def parse_overrides(text: str) -> Any:
 def with_overrides(config: OmniConfig, overrides: Any, names: Names) -> OmniConfig:
     """Return a config with the values of `--stage-overrides`.
 
-    A key of `StageConfig` replaces the config's value; the mappings `params`, `env` and `engine` are merged key by key.
-    A field of `EngineArgs` may be written without `engine`. Any other key is an error.
+    A key of `StageConfig` replaces the config's value; the mappings `params`, `env`, `engine` and `prefill_decode` are
+    merged key by key. `prefill_decode: null` removes the config's. A field of `EngineArgs` may be written without
+    `engine`. Any other key is an error.
 
     Args:
         overrides: settings by stage name, as a mapping or as JSON.
@@ -85,9 +86,12 @@ def _as_stage(config: OmniConfig, name: str, values: Any) -> tuple[str, Any]:
 
 
 def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> OmniConfig:
-    given = _engine_apart(values, names)
+    given, before = _engine_apart(values, names), config.stage(name)
+    if isinstance(given, Mapping) and given.get(PREFILL_DECODE, ...) is None:
+        before = replace(before, prefill_decode=None)
+        given = {key: value for key, value in given.items() if key != PREFILL_DECODE}
     over = parse_config({"stages": {name: given}}, names, flat=True).stage(name)
-    stage = _merged(config.stage(name), over, given or {})
+    stage = _merged(before, over, given or {})
     if stage.prefill_decode is not None:
         refuse_keys_of_split_stage(f"stages.{name}", given or ())
     return replace(config, stages={**config.stages, name: stage})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar, cast, get_type_hints
@@ -37,12 +37,15 @@ class Names:
     Attributes:
         stages: the stages of the pipeline.
         engine: fields of vLLM's `EngineArgs`; None = not checked.
+        engine_value: function that is called with each of these fields and its value, and raises ValueError if the type
+            is wrong; the message is written after the path of the field.
         params: names of the parameters that `stages.<name>.params` may contain, by stage. A stage that is not in this
             mapping is not checked.
     """
 
     stages: Collection[str]
     engine: Collection[str] | None = None
+    engine_value: Callable[[str, Any], None] = lambda name, value: None
     params: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
@@ -63,7 +66,7 @@ def parse_config(data: Any, names: Names, *, flat: bool = False) -> OmniConfig:
     for name, stage in config.stages.items():
         if name not in names.stages:
             raise ConfigError(f"stages.{name}: no such stage; use one of {', '.join(names.stages)}")
-        _check_stage(f"stages.{name}", stage, data["stages"][name] or (), names.engine)
+        _check_stage(f"stages.{name}", stage, data["stages"][name] or (), names)
         _check_names(f"stages.{name}.params", stage.params, names.params.get(name))
     return config
 
@@ -123,13 +126,23 @@ def _schema_at(keys: list[str]) -> Schema:
     return ReplicasConfig if keys[-1] in SIDES else PrefillDecode if keys[-1] == PREFILL_DECODE else StageConfig
 
 
-def _check_stage(path: str, stage: StageConfig, given: Collection[str], engine: Collection[str] | None) -> None:
-    _check_names(f"{path}.engine", stage.engine, engine)
+def _check_stage(path: str, stage: StageConfig, given: Collection[str], names: Names) -> None:
+    _check_engine(f"{path}.engine", stage.engine, names)
     if stage.prefill_decode is not None:
         refuse_keys_of_split_stage(path, given)
         for side in SIDES:
             below: ReplicasConfig = getattr(stage.prefill_decode, side)
-            _check_names(f"{path}.{PREFILL_DECODE}.{side}.engine", below.engine, engine)
+            _check_engine(f"{path}.{PREFILL_DECODE}.{side}.engine", below.engine, names)
+
+
+def _check_engine(path: str, given: Mapping[str, Any], names: Names) -> None:
+    """Raise ConfigError for an unknown engine argument, and for one with a value of a wrong type."""
+    _check_names(path, given, names.engine)
+    for key, value in given.items():
+        try:
+            names.engine_value(key, value)
+        except ValueError as err:
+            raise ConfigError(f"{path}.{key}: {err}") from err
 
 
 def _check_names(path: str, given: Mapping[str, Any], known: Collection[str] | None) -> None:

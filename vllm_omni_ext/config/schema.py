@@ -19,6 +19,7 @@ from vllm_omni_ext.config.checks import (
     Devices,
     Environment,
     HeartbeatSeconds,
+    Host,
     Hosts,
     KvConnector,
     LbPolicy,
@@ -277,7 +278,7 @@ class Cluster:
     """Settings for replicas that join from other hosts and processes."""
 
     __pydantic_config__ = _FORBID
-    master_address: Text | None = _key(
+    master_address: Host | None = _key(
         None,
         "Address of the head, where replicas from other hosts register. Null: the head's loopback only.",
         flag="HOST",

@@ -28,10 +28,13 @@ class ChunkSchedule:
     Attributes:
         rate: items per second that the consumer uses once it has begun. A smaller chunk is then sent if the consumer
             could run out of items before the chunk is full. 0: only the sizes count.
+        streamed: the consumer uses items while later ones are generated. False: it uses none before the last one, so
+            every chunk has the last size.
     """
 
     sizes: tuple[int, ...] = (ALL,)
     rate: float = 0.0
+    streamed: bool = True
 
     def __post_init__(self) -> None:
         if not self.sizes or any(size < 0 for size in self.sizes):
@@ -40,13 +43,13 @@ class ChunkSchedule:
             raise ValueError(f"the rate must not be negative; got {self.rate}")
 
     @classmethod
-    def of(cls, sizes: Sequence[int] | str, rate: float = 0.0) -> ChunkSchedule:
+    def of(cls, sizes: Sequence[int] | str, rate: float = 0.0, *, streamed: bool = True) -> ChunkSchedule:
         """Return the schedule for a configured value: a sequence of sizes, or a string for one chunk with all items."""
-        return cls((ALL,) if isinstance(sizes, str) else tuple(sizes), rate)
+        return cls((ALL,) if isinstance(sizes, str) else tuple(sizes), rate, streamed)
 
     def size(self, index: int) -> int:
         """Return the size of chunk `index`, in items; ALL: the chunk contains all items up to the end."""
-        return self.sizes[min(index, len(self.sizes) - 1)]
+        return self.sizes[min(index, len(self.sizes) - 1) if self.streamed else -1]
 
     def due(self, index: int, sent: int, elapsed: float | None) -> int:
         """Return the size of chunk `index`, limited so that a consumer never waits if items arrive at `rate` or faster.
@@ -56,7 +59,7 @@ class ChunkSchedule:
             elapsed: seconds since the consumer began; None: it has not begun.
         """
         size = self.size(index)
-        if size == ALL or elapsed is None or not self.rate:
+        if size == ALL or elapsed is None or not self.rate or not self.streamed:
             return size
         # The last item sent does not count: to use all of it, the consumer may need the item after it.
         return min(size, max(1, int(sent - 1 - elapsed * self.rate)))

@@ -104,7 +104,8 @@ class CodecStream:
     Args:
         stage: name of the codec stage.
         schedule: number of frames in each part. With a rate, in frames per second, parts are due when a listener
-            needs them, and a part becomes smaller if the listener could run out of sound before it is full.
+            needs them, and a part becomes smaller if the listener could run out of sound before it is full. If the
+            schedule is not streamed, a part is due after the time in which the frames of a whole part are played.
         sample_rate: Hz.
         stream: name of the stream (see `plugins.flow.Submit`).
         pooling_task: vLLM's task of a pooling stage; None: the stage takes sampling parameters.
@@ -134,10 +135,11 @@ class CodecStream:
         self._sample_rate = sample_rate
         self._look_ahead = look_ahead
         self._look_ahead_s = look_ahead / schedule.rate if schedule.rate else 0.0
-        self._playback = Playback(schedule.rate) if schedule.rate else None
+        self._schedule = schedule
+        self._playback = Playback(schedule.rate) if schedule.rate and schedule.streamed else None
         self._chunks = ChunkCounter(schedule, divide=True)
-        joined = min(MOST_JOINED, schedule.sizes[-1] or MOST_JOINED) if schedule.rate else 1
-        self.joined: dict[str, Any] = {"group": joined, "rate": schedule.rate}
+        joined = min(MOST_JOINED, schedule.sizes[-1] or MOST_JOINED) if schedule.rate or not schedule.streamed else 1
+        self.joined: dict[str, Any] = {"group": joined, "rate": schedule.rate if schedule.streamed else 0.0}
         """Arguments of the `plugins.flow.Open` of the stage that makes the frames."""
         self._pending: deque[_Pending] = deque()
         self._next = 0
@@ -172,14 +174,19 @@ class CodecStream:
         if size is None:
             return None
         start, self._submitted, self._closed = self._submitted, self._submitted + size, last
-        due = None if self._playback is None else self._playback.due(max(0, start - self._look_ahead), at)
-        return self._submit(start, due)
+        return self._submit(start, self._due(start, at))
 
     def again(self) -> Submit:
         """Return all frames submitted so far as part 0, for `Flow.replay`; known samples are dropped by `receive`."""
         self._pending.clear()
         self._next, self._again = 0, self._samples
         return self._submit(0, None if self._playback is None else self._playback.again())
+
+    def _due(self, start: int, at: float) -> float | None:
+        if self._playback is not None:
+            return self._playback.due(max(0, start - self._look_ahead), at)
+        # The same time after `at` for each part, or a short last part would be due before the part in front of it.
+        return at + self._schedule.size(0) / self._schedule.rate if self._schedule.rate else None
 
     def _submit(self, start: int, due: float | None) -> Submit:
         part, self._next = self._next, self._next + 1

@@ -77,6 +77,10 @@ class Answer:
     tokens: Sequence[int] = ()
 
 
+class StreamLost(ValueError):
+    """The state of the stream to which a part belongs was dropped. The stream is sent again, from its part 0."""
+
+
 class PlainModel(nn.Module, IsAttentionFree):
     """Base class of the models of plain stages: stages without attention, KV cache and sampling.
 
@@ -94,6 +98,7 @@ class PlainModel(nn.Module, IsAttentionFree):
 
         Raises:
             ValueError: the request cannot be served; the client receives the message.
+            StreamLost: the model has dropped the stream of the part, e.g. as no part came for too long.
         """
         raise NotImplementedError
 
@@ -187,7 +192,7 @@ def _begin(model: PlainModel, new: NewRequestData, waited: float) -> Answer | No
         )
         model.open(request)
     except (ValueError, msgspec.ValidationError) as error:
-        return Answer(StageError(str(error)))
+        return Answer(StageError(str(error), lost=isinstance(error, StreamLost)))
     return None
 
 

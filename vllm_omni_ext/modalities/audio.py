@@ -25,9 +25,12 @@ AUDIO_IN_CONTENT = "audio_in_content"
 """Boolean request field: streamed sound is also sent in `delta.content`, where clients of vllm-omni read it."""
 
 TIME_TO_FIRST_AUDIO = histogram(
-    "time_to_first_audio_seconds", "Time from a request's arrival to its first piece of sound."
+    "time_to_first_audio_seconds",
+    "Time from the arrival of a request to the first piece of sound of a streamed answer.",
 )
-AUDIO_CHUNK_GAP = histogram("audio_chunk_gap_seconds", "Time between two pieces of sound of a request.", buckets=GAP_S)
+AUDIO_CHUNK_GAP = histogram(
+    "audio_chunk_gap_seconds", "Time between two pieces of sound of a streamed answer.", buckets=GAP_S
+)
 AUDIO_SECONDS = counter("audio_seconds_total", "seconds", "Sound made, counted in seconds of playing time.")
 AUDIO_UNDERRUN = counter(
     "audio_underrun_seconds_total",
@@ -159,7 +162,7 @@ class Audio(Modality):
         return {"audio": whole, "sample_rate": last.sample_rate, "frames": last.frames, "note": last.note}
 
     def observe(self, metrics: Any, trace: Any, chunk: OutputChunk, at: float) -> None:
-        """Record the arrival times of sound, and the time in which a player of a streamed answer had no sound."""
+        """Record the sound made, and the delays that a listener of a streamed answer notices."""
         assert isinstance(chunk, AudioChunk)
         facts, samples = trace.facts, len(chunk.samples)
         if not facts:
@@ -167,13 +170,12 @@ class Audio(Modality):
         facts["frames"] = frames_of(chunk)
         if samples:
             seconds, times = samples / chunk.sample_rate, trace.times
-            if times:
+            if trace.streamed and times:
                 metrics.of(AUDIO_CHUNK_GAP).observe(at - times[-1])
-                if trace.streamed:
-                    gap = max(0.0, at - (times[0] + facts["seconds"] + facts["underrun_s"]))
-                    facts["underrun_s"] += gap
-                    metrics.of(AUDIO_UNDERRUN).inc(gap)
-            else:
+                gap = max(0.0, at - (times[0] + facts["seconds"] + facts["underrun_s"]))
+                facts["underrun_s"] += gap
+                metrics.of(AUDIO_UNDERRUN).inc(gap)
+            elif trace.streamed:
                 metrics.of(TIME_TO_FIRST_AUDIO).observe(at)
             metrics.of(AUDIO_SECONDS).inc(seconds)
             times.append(at)

@@ -20,6 +20,7 @@ from vllm_omni_ext.disaggregation.parameters import (
     prefill_sampling,
     prefill_transfer,
 )
+from vllm_omni_ext.errors import StageUnavailable
 from vllm_omni_ext.orchestrator import messages as m
 from vllm_omni_ext.plugins.flow import Extend, Open, Submit
 from vllm_omni_ext.wire.priorities import of_part
@@ -86,12 +87,18 @@ def _exports_after(length: int, extra: Mapping[str, Any]) -> bool:
 def can_resume(request: EngineCoreRequest) -> bool:
     """Return whether another engine can continue the request after its tokens, which it gets as part of the prompt.
 
+    A request without token ids cannot be continued; for the others see `_can_continue`.
+    """
+    params = request.sampling_params
+    return params is not None and request.prompt_token_ids is not None and _can_continue(params)
+
+
+def _can_continue(params: SamplingParams) -> bool:
+    """Return whether generation with these parameters continues unchanged after tokens that become prompt.
+
     Not with prompt logprobs, and not with parameters for which vLLM treats prompt and generated tokens differently.
     `repetition_penalty` counts both alike, and a bad word of one token does not depend on the tokens before it.
     """
-    params = request.sampling_params
-    if params is None or request.prompt_token_ids is None:
-        return False
     depends_on_generated = (
         params.structured_outputs is not None
         or params.presence_penalty != 0
@@ -144,7 +151,12 @@ class EngineRequests:
         }
 
     def make(self, send: m.Send) -> EngineCoreRequest:
-        """Return the engine request for one effect; raise vLLM's errors for wrong parameters."""
+        """Return the engine request for one effect.
+
+        Raises:
+            StageUnavailable: tokens that were generated before a loss cannot be continued with their parameters.
+            Exception: vLLM's errors for wrong parameters.
+        """
         return self._makers[type(send)](send)
 
     def _parameters(self, stage: str, given: Any) -> tuple[SamplingParams, Any]:
@@ -160,6 +172,10 @@ class EngineRequests:
     def _opening(self, send: m.SendOpen) -> EngineCoreRequest:
         action, budget = send.action, send.budget
         params, own = self._parameters(action.stage, send.params)
+        if action.done and not _can_continue(params):
+            raise StageUnavailable(
+                f"no other request can continue the tokens that stage '{action.stage}' has generated"
+            )
         params.extra_args = {**(params.extra_args or {}), INPUT: _stage_input(action, own)}
         if action.export:
             params.extra_args[EXPORT] = [list(span) for span in action.export]

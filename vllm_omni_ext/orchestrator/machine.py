@@ -176,6 +176,9 @@ class RequestMachine:
     def _stage_output(self, binding: Binding, event: m.Output) -> None:
         state, stage, finish = binding.state, binding.stage, event.finish
         part = binding.engine_ids[event.engine_id]
+        if event.stream_lost and part is not None and part.part:
+            self._place_again(binding, f"stage '{stage}' has dropped the stream, as no part came for too long")
+            return
         if finish is not None:
             if part is None or part.last or finish != "stop":
                 binding.part = None

@@ -83,6 +83,7 @@ class Output(Event, frozen=True, kw_only=True):
         hidden_states: (address of the replica's store, name) of hidden states that the replica has stored; None if the
             output reports none.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
+        stream_lost: the stage has dropped the state of the stream to which the part belongs (`StageError.lost`).
         waited_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
         cached: prompt tokens that the engine had in its prefix cache, if the output reports it (the first one does).
     """
@@ -94,6 +95,7 @@ class Output(Event, frozen=True, kw_only=True):
     finish: Finish | None = None
     hidden_states: tuple[str, str] | None = None
     kv: Mapping[str, Any] | None = None
+    stream_lost: bool = False
     waited_s: float | None = None
     cached: int | None = None
 

@@ -26,7 +26,7 @@ from vllm_omni_ext.orchestrator.router import Pair
 from vllm_omni_ext.plugins.flow import Flow
 from vllm_omni_ext.plugins.runtime import ModelRuntime
 from vllm_omni_ext.pool.stage_pool import StagePool
-from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, unpack
+from vllm_omni_ext.wire.envelope import HiddenStatesChunkReady, StageError, unpack
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +240,7 @@ class Orchestrator:
             finish=None if reason is None else str(reason),  # type: ignore[arg-type]
             hidden_states=hidden_states,
             kv=output.kv_transfer_params,
+            stream_lost=isinstance(payload, StageError) and payload.lost,
             waited_s=_waited_s(output) if output.events else None,
             cached=None if output.prefill_stats is None else output.prefill_stats.num_local_cached_tokens,
         )
@@ -300,7 +301,8 @@ class Orchestrator:
                         assert isinstance(effect, m.Send)
                         await replica.add(self._requests.make(effect))
                 except Exception as error:  # only this request fails
-                    log.exception("sending to %s failed", replica.id)
+                    if not isinstance(error, OmniError):
+                        log.exception("sending to %s failed", replica.id)
                     if isinstance(effect, m.Send):
                         self._decide(m.SendFailed(effect.request_id, replica.id.stage, error))
         finally:

@@ -36,6 +36,20 @@ SAMPLING_PARAMS = "vllm.sampling_params:SamplingParams"
 LOGPROBS = ("logprobs", "prompt_logprobs")
 """Fields of `SamplingParams` that only the frontend may have: log probabilities of other stages are not returned."""
 
+TEXT_ONLY = (
+    "n",
+    "stop",
+    "bad_words",
+    "structured_outputs",
+    "output_kind",
+    "detokenize",
+    "stream_interval",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+"""Fields of `SamplingParams` that have an effect in the frontend only: vLLM's API server applies them to the text."""
+
 Accepts = Literal["requests", "chunks", "parts"]
 EdgeKind = Literal["tokens", "tensors", "kv"]
 ACCEPTS, EDGES = get_args(Accepts), get_args(EdgeKind)

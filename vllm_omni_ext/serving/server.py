@@ -62,7 +62,7 @@ def serve(plan: Plan, args: Namespace) -> int:
     """Run the head process: start all processes, wait for a signal or a failure, and stop all processes.
 
     Returns:
-        The exit status of the process: 0 or `FAILED`.
+        The exit status of the process: 0, 2 if vLLM refuses the configuration of a stage, or `FAILED`.
 
     Raises:
         SystemExit: a signal to stop has arrived.
@@ -94,7 +94,7 @@ def serve(plan: Plan, args: Namespace) -> int:
                 return head.serve(listen_address, sock, args)
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return 2 if isinstance(error, ConfigError) else FAILED
 
 
 class Head:

@@ -1,40 +1,67 @@
 """Adds checks to vLLM's endpoints that return only text: completions, responses, messages, and batches of chats.
 
-They refuse values that crash engines, a request for another modality than text, and fields that only
-`/v1/chat/completions` reads. If the model cannot write text, they refuse every request.
+The endpoint that counts the tokens of messages has the same checks. They refuse values that crash engines, a request
+for another modality than text, and fields that only `/v1/chat/completions` reads. If the model cannot write text, they
+refuse every request. The metrics count the requests that these checks or vLLM refuse.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.serving.chat import METRICS
-from vllm_omni_ext.serving.limits.validation import validate_json_values
+from vllm_omni_ext.serving.limits.validation import count_refusal, validate_json_values
 from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, read_modalities
 from vllm_omni_ext.serving.responses import as_vllm_error
 from vllm_omni_ext.serving.served import ServedModel
 
 CHAT = "/v1/chat/completions"
-TEXT_HANDLERS = {
-    "openai_serving_completion": ("create_completion", "/v1/completions"),
-    "openai_serving_responses": ("create_responses", "/v1/responses"),
-    "anthropic_serving_messages": ("create_messages", "/v1/messages"),
-    "openai_serving_chat_batch": ("create_batch_chat_completion", f"{CHAT}/batch"),
-}
-"""(name of the method to which checks are added, route), by the name of vLLM's handler in `app.state`."""
+ANTHROPIC = "anthropic_serving_messages"
+"""Name of the handler whose routes answer every exception themselves; those of other handlers are counted elsewhere."""
+
+TEXT_HANDLERS = (
+    ("openai_serving_completion", "create_completion", "/v1/completions"),
+    ("openai_serving_responses", "create_responses", "/v1/responses"),
+    (ANTHROPIC, "create_messages", "/v1/messages"),
+    (ANTHROPIC, "count_tokens", "/v1/messages/count_tokens"),
+    ("openai_serving_chat_batch", "create_batch_chat_completion", f"{CHAT}/batch"),
+)
+"""(name of vLLM's handler in `app.state`, name of the method to which checks are added, route)."""
 
 
 def install(app: FastAPI, model: ServedModel) -> None:
     """Replace the methods of vLLM's handlers by methods that check the request first; missing handlers are skipped."""
-    for name, (method, route) in TEXT_HANDLERS.items():
+    for name, method, route in TEXT_HANDLERS:
         handler: Any = getattr(app.state, name)
         if handler is not None:
-            setattr(handler, method, _checked(handler, getattr(handler, method), model, route))
+            stock = getattr(handler, method)
+            if name == ANTHROPIC:
+                stock = _counted(stock, model)
+            setattr(handler, method, _checked(handler, stock, model, route))
+
+
+def _counted(stock: Callable[..., Any], model: ServedModel) -> Callable[..., Any]:
+    """Return a method of the handler `ANTHROPIC` whose errors have a status, and are counted if they are refusals."""
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return await stock(*args, **kwargs)
+            except OmniError as error:
+                raise as_vllm_error(error) from error
+        except Exception as error:
+            count_refusal(model.omni.observer, create_error_response(error).error.code, error)
+            raise
+
+    return counted
 
 
 def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel, route: str) -> Callable[..., Any]:
@@ -45,13 +72,17 @@ def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel, route:
         except RequestError as error:
             model.omni.observer.refused(error)
             return handler.create_error_response(as_vllm_error(error))
-        return await stock(request, raw_request, *args, **kwargs)
+        answer = await stock(request, raw_request, *args, **kwargs)
+        task = asyncio.current_task()
+        if isinstance(answer, ErrorResponse) and not (task and task.cancelling()):  # else the client has disconnected
+            count_refusal(model.omni.observer, answer.error.code)
+        return answer
 
     return checked
 
 
 async def _others(request: Any, raw_request: Request) -> dict[str, Any]:
-    """Return the fields of the body that are not in the request's type; the type of `/v1/messages` drops them."""
+    """Return the fields of the body that are not in the request's type; Anthropic's types drop them."""
     if request.model_extra is not None:
         return dict(request.model_extra)
     return {name: value for name, value in (await raw_request.json()).items() if name not in type(request).model_fields}

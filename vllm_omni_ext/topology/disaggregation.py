@@ -111,23 +111,23 @@ def _split_pipeline(pipeline: PipelineSpec, spec: StageSpec, settings: TransferS
         frontend=side_name(spec.name, DECODE) if pipeline.frontend == spec.name else pipeline.frontend,
         edges=(
             EdgeSpec(side_name(spec.name, PREFILL), side_name(spec.name, DECODE), KV),
-            *(_moved(edge, spec.name) for edge in pipeline.edges),
+            *(each for edge in pipeline.edges for each in _moved(edge, spec.name)),
         ),
     )
 
 
-def _moved(edge: EdgeSpec, stage: str) -> EdgeSpec:
-    """Return an edge with the split stage `stage` replaced by one of its sides, if the edge begins or ends there.
+def _moved(edge: EdgeSpec, stage: str) -> list[EdgeSpec]:
+    """Return an edge with the split stage `stage` replaced by its sides, if the edge begins or ends there.
 
-    Input is sent to the prefill side. Tensors (e.g. hidden states of a prompt) are sent by the prefill side, tokens by
-    the decode side.
+    Input is sent to the prefill side. Tokens are sent by the decode side. Tensors (e.g. hidden states) are sent by both
+    sides, each those of the positions that it computes; see `engine_args.connector_config`.
     """
-    source, target = edge.source, edge.target
-    if source == stage:
-        source = side_name(stage, PREFILL if edge.kind == "tensors" else DECODE)
+    sources, target = [edge.source], edge.target
+    if edge.source == stage:
+        sources = [side_name(stage, side) for side in (SIDES if edge.kind == "tensors" else (DECODE,))]
     if target == stage:
         target = side_name(stage, PREFILL)
-    return replace(edge, source=source, target=target)
+    return [replace(edge, source=source, target=target) for source in sources]
 
 
 def _split_config(config: OmniConfig, name: str, stage: StageConfig, split: PrefillDecode) -> OmniConfig:

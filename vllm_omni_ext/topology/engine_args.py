@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_omni_ext.config.checks import unknown_key
@@ -26,6 +27,7 @@ SHARED_FIELDS = frozenset(
         "enable_sleep_mode",
         "enforce_eager",
         "hf_config_path",
+        "hf_overrides",
         "hf_token",
         "ignore_patterns",
         "load_format",
@@ -47,6 +49,10 @@ SHARED_FIELDS = frozenset(
 )
 """`EngineArgs` fields about the whole model or the whole server, whose `vllm serve` flags apply to every stage. All
 other flags of vLLM apply only to the frontend, i.e. to the stage whose tokenizer and chat template the server uses."""
+
+HF_OVERRIDES = "hf_overrides"
+"""Name of the engine argument with overrides of the model's config. A pipeline may set a stage's to the name of a
+function; overrides of the user are then applied before it (`WithOverrides`)."""
 
 COMPILATION = "compilation_config"
 """Name of the engine argument with vLLM's compilation settings."""
@@ -74,17 +80,19 @@ DATA_PARALLEL: Mapping[str, object] = {
 }
 """`EngineArgs` fields of vLLM's data parallelism, each with the only accepted value. A stage has replicas instead."""
 
-_RESERVED: Mapping[str, tuple[str, object]] = {
-    "model": ("the model is given once, on the command line; remove it", None),
-    "device_ids": ("write {path}.devices instead", None),
-    **{name: (_REPLICAS, harmless) for name, harmless in DATA_PARALLEL.items()},
-    "enable_fault_tolerance": ("a lost replica is handled by the pool; remove it", False),
-    "nnodes": (_ONE_HOST, 1),
-    "node_rank": (_ONE_HOST, 0),
-    "_api_process_count": (_API, 1),
-    "_api_process_rank": (_API, 0),
+_RESERVED: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "model": ("the model is given once, on the command line; remove it", (None,)),
+    "runner": ("the stages choose their own runner; remove it", ("auto", "generate")),
+    "convert": ("the stages choose their own; remove it", ("auto", "none")),
+    "device_ids": ("write {path}.devices instead", (None,)),
+    **{name: (_REPLICAS, (harmless,)) for name, harmless in DATA_PARALLEL.items()},
+    "enable_fault_tolerance": ("a lost replica is handled by the pool; remove it", (False,)),
+    "nnodes": (_ONE_HOST, (1,)),
+    "node_rank": (_ONE_HOST, (0,)),
+    "_api_process_count": (_API, (1,)),
+    "_api_process_rank": (_API, (0,)),
 }
-"""`EngineArgs` fields that a user may not set: (advice for the error text, the only accepted value)."""
+"""`EngineArgs` fields that a user may not set: (advice for the error text, accepted values, which have no effect)."""
 
 _INSTEAD: Mapping[str, str] = {"pipeline_parallel_size": "write tensor_parallel_size instead"}
 """Advice for the error text by field, if a user sets a field that the pipeline sets. Other fields: "remove it"."""
@@ -111,6 +119,7 @@ def user_engine_args(
         for key, value in text_args.items()
         # A shared flag does not reach a stage whose pipeline sets the field.
         if key != "model"
+        and not (key == HF_OVERRIDES and key in spec.engine)
         and (takes_stock_flags or (key in SHARED_FIELDS and key not in {**spec.engine, **spec.engine_defaults}))
     }
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
@@ -122,6 +131,23 @@ def user_engine_args(
         )
     cache = {} if stage.kv_cache_bytes is None else {"kv_cache_memory_bytes": stage.kv_cache_bytes}
     return {**stage.engine, **cache, **flags, **stage.engine_overrides}
+
+
+@dataclass(frozen=True)
+class WithOverrides:
+    """Value of `hf_overrides` of a stage for which the pipeline sets a function, and the user has set overrides.
+
+    Attributes:
+        function: "pkg.mod:attr" of the pipeline's function.
+        overrides: the user's value of `hf_overrides`.
+    """
+
+    function: str
+    overrides: Any
+
+    def __str__(self) -> str:
+        """Return the text for a printed plan."""
+        return f"{self.function} after {self.overrides}"
 
 
 def check_policy(spec: StageSpec, args: Mapping[str, Any]) -> None:
@@ -153,9 +179,9 @@ def _check_free(where: str, key: str, value: Any, spec: StageSpec) -> None:
     if key in spec.engine and value != spec.engine[key]:
         advice = _INSTEAD.get(key, "remove it")
         raise ConfigError(f"{where}: the pipeline sets it to {spec.engine[key]!r} for '{spec.name}'; {advice}")
-    if key in _RESERVED:
+    if key in _RESERVED and key not in spec.engine:
         advice, harmless = _RESERVED[key]
-        if value != harmless:
+        if value not in harmless:
             raise ConfigError(f"{where}: {advice.format(path=stage_path(spec.name))}")
 
 
@@ -185,7 +211,7 @@ def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[st
     Raises:
         ConfigError: an edge is unknown, or a setting is wrong; the message starts with the path.
     """
-    names = [edge.name for edge in pipeline.edges if edge.kind == "tensors" and edge.name]
+    names = list(dict.fromkeys(edge.name for edge in pipeline.edges if edge.kind == "tensors" and edge.name))
     for name in config.connectors:
         if name not in names:
             raise unknown_key("connectors", name, names)
@@ -196,7 +222,8 @@ def connections(pipeline: PipelineSpec, config: OmniConfig) -> dict[str, dict[st
 def connector_config(pipeline: PipelineSpec, stage: StageSpec, connected: Connections) -> dict[str, Any]:
     """Return the connector settings that a stage's engines get in vLLM's `additional_config`.
 
-    Both sides of a split stage can send tensors: decode replicas compute prompts while there is no prefill replica.
+    Both sides of a split stage send tensors, each those of the positions that it computes; decode replicas also compute
+    prompts while there is no prefill replica.
 
     Args:
         connected: result of `connections`.

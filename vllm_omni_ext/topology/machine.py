@@ -33,6 +33,9 @@ would claim most of the memory when it starts."""
 THREADS = "OMP_NUM_THREADS"
 """Environment variable with the number of OpenMP threads of a replica."""
 
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+"""Environment variable that replaces vLLM's `kv_cache_memory_bytes` on a CPU machine, in GiB."""
+
 CACHE_PART_OF_MEMORY = 0.5
 """Fraction of the host's memory that all KV caches together may take by default."""
 
@@ -112,6 +115,30 @@ def cpu_environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> d
     """
     threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
     return {THREADS: str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def chosen_environment(stage: ReplicasConfig) -> dict[str, str]:
+    """Return environment variables that keys of a stage set, also if the environment has other values."""
+    return {} if stage.cpu_threads is None else {THREADS: str(stage.cpu_threads)}
+
+
+def check_variables(path: str, stage: ReplicasConfig, user: Mapping[str, Any], inherited: Mapping[str, str]) -> None:
+    """Refuse environment variables of a stage's replicas that replace a key of the stage on a CPU machine.
+
+    Args:
+        path: path of the stage in the configuration.
+        user: the engine arguments that the user has set.
+        inherited: the environment of this process. `THREADS` is not refused there: the key overrides it.
+
+    Raises:
+        ConfigError: a variable and a key are set; the error names both.
+    """
+    if stage.cpu_threads is not None and THREADS in stage.env:
+        raise ConfigError(f"{path}.env.{THREADS}: {path}.cpu_threads says the same; keep one of the two")
+    for where, variables in (("", inherited), (f"{path}.env.", stage.env)):
+        if variables.get(CACHE_SPACE) and "kv_cache_memory_bytes" in user:
+            key = "engine.kv_cache_memory_bytes" if stage.kv_cache_bytes is None else "kv_cache_bytes"
+            raise ConfigError(f"{where}{CACHE_SPACE}: {path}.{key} says the same; keep one of the two")
 
 
 def check_cpu(config: OmniConfig, user: Mapping[str, Mapping[str, Any]], machine: Machine) -> None:

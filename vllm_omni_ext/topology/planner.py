@@ -16,6 +16,8 @@ from vllm_omni_ext.plugins.spec import PipelineSpec, StageSpec
 from vllm_omni_ext.topology.disaggregation import check_pairs, expand
 from vllm_omni_ext.topology.engine_args import (
     BY_PRIORITY,
+    HF_OVERRIDES,
+    WithOverrides,
     check_policy,
     connections,
     connector_config,
@@ -95,6 +97,7 @@ class _Planner:
     Attributes:
         user: engine arguments that the user has set, by stage.
         args: all engine arguments, by stage.
+        hf_overrides: the user's overrides of the checkpoint's config, for all stages.
         replicas: number of replicas of all stages on this host, at least 1.
     """
 
@@ -113,6 +116,7 @@ class _Planner:
             spec.name: user_engine_args(spec, config.stage(spec.name), text_args, pipeline.takes_stock_flags(spec))
             for spec in pipeline.stages
         }
+        self.hf_overrides = text_args.get(HF_OVERRIDES)
         self.connectors = connections(pipeline, config)
         self.replicas = max(1, sum(config.stage(spec.name).replicas for spec in pipeline.stages))
         self.args = {spec.name: self._engine_args(spec) for spec in pipeline.stages}
@@ -152,6 +156,8 @@ class _Planner:
             defaults["scheduling_policy"] = BY_PRIORITY
         defaults = {"worker_cls": STAGE_WORKER, **defaults, **spec.engine_defaults}
         args = with_custom_ops({**defaults, **user, **spec.engine}, spec.custom_ops)
+        if self.hf_overrides and HF_OVERRIDES in spec.engine:
+            args[HF_OVERRIDES] = WithOverrides(spec.engine[HF_OVERRIDES], self.hf_overrides)
         if self.config.batch_dir is not None:
             check_policy(spec, args)
         more = connector_config(self.pipeline, spec, self.connectors)
@@ -181,6 +187,12 @@ class _Planner:
         if self.machine.platform == "cpu":
             check_cpu(self.config, self.user, self.machine)
             return {spec.name: ((),) * self.config.stage(spec.name).replicas for spec in self.pipeline.stages}, ()
+        for spec in self.pipeline.stages:
+            stage = self.config.stage(spec.name)
+            if stage.replicas and stage.cpu_threads is not None:
+                raise ConfigError(
+                    f"{stage_path(spec.name)}.cpu_threads: replicas of this machine compute on CUDA devices; remove it"
+                )
         sizes = self.machine.device_bytes if all(stage.weights for stage in self.facts.values()) else ()
         demands = [self._demand(spec, known=bool(sizes)) for spec in self.pipeline.stages]
         placed = place(demands, self.machine.device_count)

@@ -21,10 +21,12 @@ class StageError(msgspec.Struct, frozen=True, array_like=True, tag="error"):
     Attributes:
         reason: sent to the client.
         retry: a later attempt may succeed, as the stage only has no room now.
+        lost: the stage has dropped the state of the stream to which the part belongs. The stream is sent again.
     """
 
     reason: str
     retry: bool = False
+    lost: bool = False
 
 
 class StageProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

@@ -497,6 +497,37 @@ def test_a_call_without_arguments_is_complete() -> None:
     assert deltas == ["{}", "{}"]
 
 
+@pytest.mark.parametrize("pieces", [("null",), (" nu", "ll\n")])
+def test_a_call_whose_arguments_are_null_has_none(pieces: tuple[str, ...]) -> None:
+    driver = Driver()
+    response = driver.respond(output_modalities=["text"])
+    for piece in pieces:
+        assert driver.take(driver.session.call(response, 0, "time", piece))[3:] == []
+    driver.take(driver.session.call(response, 1, "date", '{"a": '))
+    driver.take(driver.session.call(response, 1, None, "null"))
+    driver.take(driver.session.call(response, 1, None, "}"))
+    driver.answer(response, finish="tool_calls")
+    done = driver.last("response.done")["response"]
+    shown = [(each["arguments"], each["status"]) for each in done["output"]]
+    assert (done["status"], shown) == ("completed", [("{}", "completed"), ('{"a": null}', "completed")])
+    deltas = [each["delta"] for each in driver.events if each["type"] == "response.function_call_arguments.delta"]
+    assert deltas == ["{}", '{"a": ', "null", "}"]
+    driver.respond()
+    calls = driver.generate.messages[0]["tool_calls"]
+    assert [each["function"]["arguments"] for each in calls] == ["{}", '{"a": null}']
+
+
+@pytest.mark.parametrize(("arguments", "finish"), [("nu", "stop"), ("nu", "length"), ("null", "length")])
+def test_a_call_that_was_cut_off_at_null_has_the_generated_arguments(arguments: str, finish: str) -> None:
+    driver = Driver()
+    response = driver.respond(output_modalities=["text"])
+    driver.take(driver.session.call(response, 0, "time", arguments))
+    driver.answer(response, finish=finish)
+    (call,) = driver.last("response.done")["response"]["output"]
+    assert (call["arguments"], call["status"]) == (arguments, "incomplete")
+    assert driver.last("response.function_call_arguments.delta")["delta"] == arguments
+
+
 def test_a_call_that_a_token_limit_cut_off_before_its_arguments_gets_none() -> None:
     driver = Driver()
     response = driver.respond(output_modalities=["text"])
@@ -678,6 +709,19 @@ def test_a_shortened_input_of_a_response_drops_nothing_from_later_prompts(first:
     assert [each["content"][0]["text"] for each in driver.generate.messages] == ["a", "b"]
 
 
+def test_an_item_that_was_deleted_before_its_prompt_was_shortened_may_be_created_again() -> None:
+    driver = Driver()
+    for name in ("first", "second"):
+        driver.user("word " * 100, id=name)
+    response = driver.respond()
+    driver.send("conversation.item.delete", item_id="first")
+    driver.take(driver.session.shorten(response))
+    driver.answer(response, "Yes.")
+    driver.user("Back", id="first")
+    driver.respond()
+    assert driver.generate.messages[-1]["content"][0]["text"] == "Back"
+
+
 def test_a_prompt_is_not_shortened_below_its_last_item_or_if_truncation_is_off() -> None:
     driver = Driver()
     driver.user("a")
@@ -799,14 +843,33 @@ def test_a_turn_in_which_detection_is_turned_off_is_committed_as_its_item() -> N
     assert driver.send("input_audio_buffer.commit")[0]["item_id"] != started["item_id"]
 
 
-def test_detection_that_is_turned_on_again_finds_the_turn_anew() -> None:
+def test_a_turn_goes_on_when_detection_is_turned_off_and_on_again() -> None:
     driver = Driver(manual=False)
+    driver.hear(960, SILENT)
     (started,) = driver.hear(320, SPOKEN)
     update(driver, audio={"input": {"turn_detection": None}})
+    driver.append(320)
     update(driver, audio={"input": {"turn_detection": {"type": "server_vad"}}})
-    assert isinstance(driver.commands[-1], Detect) and driver.detection().from_ms == 0
-    (again,) = driver.take(driver.session.frames([(32.0, SPOKEN), (64.0, SPOKEN)]))
-    assert again["type"] == "input_audio_buffer.speech_started" and again["item_id"] != started["item_id"]
+    begin = started["audio_start_ms"]
+    assert driver.detection().from_ms == begin == 660
+    assert isinstance(driver.commands[-1], Detect) and len(driver.commands[-1].data) == 48 * (1600 - begin)
+    again = [(1280.0, SPOKEN), (1600.0, SILENT)]
+    assert driver.take(driver.session.frames(again)) == []
+    driver.ms = 1600.0
+    (stopped, *others) = driver.hear(320, SILENT)
+    assert (stopped["type"], stopped["audio_end_ms"]) == ("input_audio_buffer.speech_stopped", 1280 + 500)
+    assert kinds(others)[:3] == COMMITTED and stopped["item_id"] == others[0]["item_id"] == started["item_id"]
+    (item,) = driver.session.conversation
+    assert item.content[0].sound is not None and item.content[0].sound.ms == 1780 - begin
+
+
+def test_a_turn_that_was_committed_while_detection_was_off_does_not_go_on() -> None:
+    driver = Driver(manual=False)
+    driver.hear(320, SPOKEN)
+    update(driver, audio={"input": {"turn_detection": None}})
+    driver.send("input_audio_buffer.commit")
+    update(driver, audio={"input": {"turn_detection": {"type": "server_vad"}}})
+    assert driver.hear(1600, SILENT) == []
 
 
 def test_a_commit_within_a_turn_ends_it() -> None:

@@ -28,6 +28,7 @@ from tests.support.realtime import Checker, silence
 from tests.support.scripted import ScriptedOmni, sound
 from vllm_omni_ext.config import schema
 from vllm_omni_ext.errors import PromptTooLong, StageUnavailable
+from vllm_omni_ext.metrics import ERRORS
 from vllm_omni_ext.modalities.sound import pcm16
 from vllm_omni_ext.serving.limits import media
 from vllm_omni_ext.serving.realtime.limits import Limits
@@ -136,6 +137,11 @@ async def status_of(address: str, **options: Any) -> int:
             return 101
     except websockets.InvalidStatus as error:
         return int(error.response.status_code)
+
+
+def refused(engine: ScriptedOmni, kind: str = "RequestError") -> float:
+    """The number of refusals that the metrics have counted."""
+    return float(engine.observer.metrics.of(ERRORS, kind, "")._value.get())
 
 
 def serving(app: Any) -> Any:
@@ -472,7 +478,7 @@ async def test_a_session_that_requests_it_gets_the_times_of_each_stage(address: 
 
 
 async def test_wrong_events_get_errors_with_their_ids(address: str, engine: ScriptedOmni) -> None:
-    engine.script = ["yes"]
+    engine.script, before = ["yes"], refused(engine)
     async with connected(address) as client:
         connection = client.connection
         for text in ("{", '{"type": "response.create", "event_id": "e1", "response": {"temperature": 1}}'):
@@ -481,6 +487,7 @@ async def test_wrong_events_get_errors_with_their_ids(address: str, engine: Scri
         errors = [json.loads(await connection.recv_bytes())["error"] for _ in range(3)]
         assert [each["code"] for each in errors] == ["invalid_json", "unknown_parameter", "invalid_type"]
         assert [each["event_id"] for each in errors] == [None, "e1", None]
+        assert refused(engine) == before + 3
         assert (await client.respond(**TEXT_ONLY)).status == "completed"
 
 
@@ -605,9 +612,18 @@ async def limited(app: Any, **limits: Any) -> AsyncIterator[None]:
         found.limits = before
 
 
-async def test_sessions_beyond_the_limit_are_refused(app: Any, address: str) -> None:
+async def test_sessions_beyond_the_limit_are_refused(app: Any, address: str, engine: ScriptedOmni) -> None:
+    before = refused(engine, "StageUnavailable")
     async with limited(app, sessions=1), connected(address):
         assert await status_of(address) == 503
+    assert refused(engine, "StageUnavailable") == before + 1
+
+
+async def test_a_refused_handshake_is_counted(address: str, engine: ScriptedOmni) -> None:
+    before = refused(engine)
+    for query, status in (("model=x", 404), ("return_stage_metrics=1", 400)):
+        assert await status_of(address, path=f"/v1/realtime?{query}") == status
+    assert refused(engine) == before + 2
 
 
 async def test_limits_are_those_of_the_configuration(app: Any) -> None:
@@ -636,8 +652,9 @@ async def test_limits_are_those_of_the_configuration(app: Any) -> None:
     ],
 )
 async def test_a_session_beyond_a_limit_gets_the_reason(
-    app: Any, address: str, limits: dict[str, Any], code: int, reason: str
+    app: Any, address: str, engine: ScriptedOmni, limits: dict[str, Any], code: int, reason: str
 ) -> None:
+    before = refused(engine)
     async with limited(app, **limits):
         client = openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none")
         async with client.realtime.connect(model=MODEL) as connection:
@@ -650,6 +667,7 @@ async def test_a_session_beyond_a_limit_gets_the_reason(
             assert await closed(found) == (code, reason)
         await client.close()
     assert [each.error.code for each in found.of("error")] == ([] if reason == "client_too_slow" else [reason])
+    assert refused(engine) == before + (reason == "rate_limit_exceeded")
 
 
 async def test_an_event_that_is_larger_than_the_unsent_bytes_is_sent(app: Any, address: str) -> None:

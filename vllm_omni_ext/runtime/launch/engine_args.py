@@ -19,6 +19,8 @@ from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.plugins.spec import resolve
+from vllm_omni_ext.runtime.launch.hf_overrides import ThenStage
+from vllm_omni_ext.topology.engine_args import HF_OVERRIDES, WithOverrides
 from vllm_omni_ext.topology.plan import Plan
 
 HEAD = -1
@@ -81,8 +83,7 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
     try:
         config = args.create_engine_config(usage)
     except (ValueError, TypeError, LookupError, AttributeError, ImportError) as err:  # the last four: wrong types
-        first = err.errors()[0]["msg"] if isinstance(err, ValidationError) else str(err)
-        said = " ".join(first.removeprefix("Value error, ").split())
+        said = " ".join((_first(err) if isinstance(err, ValidationError) else str(err)).split())
         raise ConfigError(f"stage '{stage}': vLLM refuses its engine arguments: {said}") from err
     if config.lora_config is not None and config.model_config.is_moe and not HAS_TRITON:
         raise ConfigError(
@@ -95,6 +96,14 @@ def engine_config(stage: str, args: AsyncEngineArgs, usage: UsageContext) -> Vll
             "if a rank has some of the experts only; without it each rank has a part of every expert; remove it"
         )
     return as_asked(config, args)
+
+
+def _first(errors: ValidationError) -> str:
+    """Return the text of the first error, with the name of the field unless vLLM itself has written the text."""
+    first = errors.errors()[0]
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
@@ -111,7 +120,9 @@ def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
 
 
 def _value(stage: str, name: str, value: Any) -> Any:
-    if name == "hf_overrides" and isinstance(value, str):
+    if isinstance(value, WithOverrides):
+        return ThenStage(value.function, value.overrides)
+    if name == HF_OVERRIDES and isinstance(value, str):
         return resolve(value)
     if isinstance(value, Mapping) and name in _config_classes():
         cls = _config_classes()[name]

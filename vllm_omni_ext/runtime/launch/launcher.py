@@ -56,7 +56,7 @@ from vllm_omni_ext.runtime.launch.inherit import (
 )
 from vllm_omni_ext.runtime.launch.logs import Logs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
-from vllm_omni_ext.topology.machine import THREADS
+from vllm_omni_ext.topology.machine import THREADS, chosen_environment
 from vllm_omni_ext.topology.placement import Turns, devices_of
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
@@ -162,9 +162,12 @@ class Deployment:
         return self
 
     def start_all(self) -> None:
-        """Open the listeners for all replicas, and start the first replica of every device.
+        """Make the configs of all stages, open the listeners for all replicas, and start the first one of every device.
 
         `wait` starts the remaining replicas, one after the other on each device.
+
+        Raises:
+            ConfigError: vLLM does not accept the engine arguments of a stage; no replica was started.
         """
         devices = devices_of(self.plan)
         self._turns = Turns(devices)
@@ -173,6 +176,8 @@ class Deployment:
             with self._replica_environment(replica.stage, place):
                 addresses = self.listen(replica)
                 self._prepared[replica] = _Prepared(self._config(replica), place, addresses)
+        self._complete_configs()
+        for replica in devices:
             self._start(self._turns.enter(replica))
 
     def _start(self, replicas: Sequence[ReplicaId]) -> None:
@@ -237,7 +242,8 @@ class Deployment:
         if (ports := self.plan.config.cluster.ports) is not None:  # the libraries read them at their import
             variables |= zip(MOONCAKE_VARIABLES, map(str, ports), strict=True)
             variables[UCX_VARIABLE] = "{}-{}".format(*ports)
-        variables |= self.plan.config.stage(stage).env
+        config = self.plan.config.stage(stage)
+        variables |= {**chosen_environment(config), **config.env}
         defaults = dict(self.plan.stage(stage).env)
         if self._no_flashinfer:
             defaults.setdefault(SAMPLER, "0")
@@ -273,6 +279,14 @@ class Deployment:
             self.drain_s = config.shutdown_timeout
         config.shutdown_timeout = 0
         self.configs.setdefault(stage, config)
+
+    def _complete_configs(self) -> None:
+        """Make the configs of stages without local replicas."""
+        for stage in self.plan.stages:
+            if stage.name not in self.configs:
+                with self._replica_environment(stage.name, self.folder):
+                    args = any_replica_args(self.plan, stage.name)
+                    self._keep(stage.name, engine_config(stage.name, args, self._usage))
 
     def _launch(self, replica: ReplicaId, config: VllmConfig, addresses: Sequence[tuple[str, str]]) -> None:
         if self.fork:  # after the config was made, because making it sets spawn on vLLM's CPU platform
@@ -411,11 +425,7 @@ class Deployment:
         """
         if about is None:
             about = self.about()
-        for stage in self.plan.stages:
-            if stage.name not in self.configs:  # the stage has no local replica
-                with self._replica_environment(stage.name, self.folder):
-                    args = any_replica_args(self.plan, stage.name)
-                    self._keep(stage.name, engine_config(stage.name, args, self._usage))
+        self._complete_configs()
         return Connections(
             plan=self.plan,
             configs=self.configs,

@@ -68,12 +68,21 @@ def _counting(
 ) -> Callable[[Request, Any], Awaitable[Response]]:
     async def counted(request: Request, error: Exception) -> Response:
         answer = await handler(request, error)
-        if answer.status_code == HTTPStatus.BAD_REQUEST and not _was_counted(error):
-            parameter = getattr(error, "parameter", None) or "body"
-            observer.refused(RequestError("the request is not valid", parameter=parameter))
+        count_refusal(observer, answer.status_code, error)
         return answer
 
     return counted
+
+
+def count_refusal(observer: Observer, status: int, error: Exception | None = None) -> None:
+    """Count an answer of vLLM in the metrics if it refuses the request, unless the orchestrator has counted its error.
+
+    Args:
+        error: the error that became the answer; None: there was no exception.
+    """
+    if status == HTTPStatus.BAD_REQUEST and not _was_counted(error):
+        parameter = getattr(error, "parameter", None) or "body"
+        observer.refused(RequestError("the request is not valid", parameter=parameter))
 
 
 def _was_counted(error: BaseException | None) -> bool:

@@ -15,11 +15,19 @@ from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 from vllm.logger import init_logger
 
-from vllm_omni_ext.metrics import REALTIME_INTERRUPTIONS, REALTIME_RESPONSES, REALTIME_TURNS, Metrics
+from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.metrics import ERRORS, REALTIME_INTERRUPTIONS, REALTIME_RESPONSES, REALTIME_TURNS, Metrics
 from vllm_omni_ext.serving.chat import OmniServingChat
 from vllm_omni_ext.serving.realtime.answering import AHEAD, Answers
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames
-from vllm_omni_ext.serving.realtime.events import SERVER_ERROR, WRONG_TYPE, ClientError, Event, SessionFields
+from vllm_omni_ext.serving.realtime.events import (
+    INVALID_REQUEST,
+    SERVER_ERROR,
+    WRONG_TYPE,
+    ClientError,
+    Event,
+    SessionFields,
+)
 from vllm_omni_ext.serving.realtime.limits import Limits, Rate, weight
 from vllm_omni_ext.serving.realtime.response import CANCELLED
 from vllm_omni_ext.serving.realtime.session import (
@@ -40,6 +48,9 @@ logger = init_logger(__name__)
 
 NORMAL, GOING_AWAY, POLICY, INTERNAL = 1000, 1001, 1008, 1011
 """Codes that close a WebSocket."""
+
+EXPIRED, IDLE = "session_expired", "session_idle"
+"""Codes of errors that end a session by its limits of time, and refuse no event of the client."""
 
 CLOSE_S = 5.0
 """Seconds that the server waits, before it closes a connection, until its queued events are sent."""
@@ -154,7 +165,7 @@ class Connection:
                 await self._read()
         except TimeoutError:
             message = f"the session has lasted {self._limits.session_s:g} s"
-            self._close(Closing(NORMAL, ClientError(message, code="session_expired")))
+            self._close(Closing(NORMAL, ClientError(message, code=EXPIRED)))
         except Closing as closing:
             self._close(closing)
         except Exception:
@@ -187,7 +198,7 @@ class Connection:
                 return await self._websocket.receive()
         except TimeoutError as error:
             text = f"no event for {self._limits.idle_s:g} s"
-            raise Closing(POLICY, ClientError(text, code="session_idle")) from error
+            raise Closing(POLICY, ClientError(text, code=IDLE)) from error
 
     async def _carry_out(self, outs: Outs) -> None:
         """Send events and execute commands. The next event of the client is read after all `Detect`s are executed."""
@@ -255,6 +266,10 @@ class Connection:
                 self._metrics.of(REALTIME_INTERRUPTIONS).inc()
         elif event["type"] == "input_audio_buffer.committed":
             self._metrics.of(REALTIME_TURNS).inc()
+        elif event["type"] == "error":
+            error = event["error"]
+            if error["type"] == INVALID_REQUEST and error["code"] not in (EXPIRED, IDLE):
+                self._metrics.of(ERRORS, RequestError.__name__, "").inc()
 
     def _close(self, closing: Closing, *, sent: bool = False) -> None:
         """Send the queued events, then close the connection.

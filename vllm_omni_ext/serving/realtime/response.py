@@ -22,6 +22,9 @@ from vllm_omni_ext.serving.realtime.settings import Settings
 
 CANCELLED, FAILED = "cancelled", "failed"
 
+NO_ARGUMENTS = "null"
+"""Arguments, besides empty ones, of a function call without arguments; clients and later prompts get {} for both."""
+
 LENGTH = "length"
 """vLLM's finish reason of an answer that a token limit has ended."""
 
@@ -69,11 +72,13 @@ class Output:
     Attributes:
         index: position of the item in the response's `output`.
         open: the last event of the item has not been returned yet.
+        held: arguments of a function call that are not in the item yet, as they may become `NO_ARGUMENTS`.
     """
 
     item: Item
     index: int
     open: bool = True
+    held: str = ""
 
 
 class Response:
@@ -139,7 +144,7 @@ class Response:
     @property
     def cut_off(self) -> bool:
         """Whether the output is incomplete: the token limit ended it, or a function call's arguments are not JSON."""
-        calls = (each.item.arguments for each in self._calls.values())
+        calls = (each.item.arguments + each.held for each in self._calls.values())
         return self.finish_reason == LENGTH or not all(map(is_json, calls))
 
     def public(self) -> dict[str, Any]:
@@ -205,8 +210,10 @@ class Response:
                 call_id=self._new_id("call"),
             )
             self._calls[index] = self._output(item, events)
-        if arguments:
-            events.append(self._add_arguments(self._calls[index], arguments))
+        output = self._calls[index]
+        output.held += arguments
+        if output.held and (output.item.arguments or not NO_ARGUMENTS.startswith(output.held.strip())):
+            events.append(self._add_arguments(output))
         return events
 
     def generated(self, finish_reason: str, usage: Usage) -> list[Event]:
@@ -257,15 +264,20 @@ class Response:
             events.append(self._opened(item))
         return output
 
-    def _add_arguments(self, output: Output, arguments: str) -> Event:
+    def _add_arguments(self, output: Output) -> Event:
+        arguments, output.held = output.held, ""
         output.item.arguments += arguments
         kind = "response.function_call_arguments.delta"
         return event(kind, **self._place(output), call_id=output.item.call_id, delta=arguments)
 
     def _fill_calls(self) -> list[Event]:
         """Add the arguments {} to calls that the model has finished without arguments, and return their events."""
-        empty = [each for each in self._calls.values() if each.open and not each.item.arguments.strip()]
-        return [self._add_arguments(each, "{}") for each in empty]
+        events = []
+        for each in self._calls.values():
+            if each.open and not each.item.arguments and each.held.strip() in ("", NO_ARGUMENTS):
+                each.held = "{}"
+                events.append(self._add_arguments(each))
+        return events
 
     def _close_calls(self) -> list[Event]:
         events = []
@@ -276,8 +288,10 @@ class Response:
 
     def _close(self, output: Output, status: str) -> list[Event]:
         output.open = False
-        item, events = output.item, []
+        item, events = output.item, list[Event]()
         if item.type == "function_call":
+            if output.held:
+                events.append(self._add_arguments(output))
             status = status if is_json_object(item.arguments) else INCOMPLETE
             events.append(
                 event(

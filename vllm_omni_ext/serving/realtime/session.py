@@ -391,7 +391,7 @@ class Session:
         """Turn detection of turns on or off, or give the detector other settings, as those of the session say.
 
         A turn and a pending idle timeout outlast a change of the settings. A client that turns detection off within a
-        turn commits the turn itself, as the announced item.
+        turn commits the turn itself, as the announced item, or turns detection on again, and the turn goes on.
 
         Args:
             other_format: the format of the input sound has changed; the buffer is empty then.
@@ -409,9 +409,10 @@ class Session:
         self._detector = None
         if found is None:
             return [*outs, Detection(format=None, from_ms=0)] if was_on else outs
-        self._speech_item = ""
         self._detector = TurnDetector(_detector_settings(found), self._completeness)
         self._detector.drop(start_ms)
+        if self._speech_item:
+            self._detector.go_on(start_ms)
         outs.append(detection)
         return [*outs, Detect(data=self.buffer.peek().data)] if len(self.buffer) else outs
 
@@ -704,7 +705,8 @@ class Session:
         if len(kept) == len(response.context):
             return []
         if response.of_conversation:  # items of `response.input` are no reason to shorten other prompts
-            self._dropped.update(item.id for item in response.context[: len(response.context) - len(kept)])
+            dropped = response.context[: len(response.context) - len(kept)]
+            self._dropped.update(item.id for item in dropped if item in self.conversation)  # others were deleted
         response.context = kept
         return [self._generate(response)]
 

@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import init_logger
 
-from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.errors import OmniError, RequestError, StageUnavailable
 from vllm_omni_ext.metrics import REALTIME_SESSIONS
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.serving.chat import METRICS
@@ -173,6 +173,8 @@ class OmniServingRealtime:
         try:
             connection = self._connection(websocket)
         except (ClientError, WrongSecret) as error:
+            if isinstance(error, ClientError):
+                self.omni.observer.refused(_counted_as(error))
             await _deny(websocket, error)
             return
         self._connections.add(connection)
@@ -238,11 +240,22 @@ _STATUS = {
 }
 
 
+def _status(error: ClientError) -> HTTPStatus:
+    return _STATUS.get(error.code, HTTPStatus.BAD_REQUEST)
+
+
+def _counted_as(error: ClientError) -> OmniError:
+    """Return the error as which the metrics count a refused handshake."""
+    if _status(error) == HTTPStatus.SERVICE_UNAVAILABLE:
+        return StageUnavailable(str(error))
+    return RequestError(str(error), parameter=error.param or "")
+
+
 async def _deny(websocket: WebSocket, error: Exception) -> None:
     """Refuse a WebSocket handshake with an HTTP error response."""
     status, param = HTTPStatus.UNAUTHORIZED, None
     if isinstance(error, ClientError):
-        status, param = _STATUS.get(error.code, HTTPStatus.BAD_REQUEST), error.param
+        status, param = _status(error), error.param
     body = create_error_response(str(error), status.phrase, status, param)
     await websocket.send_denial_response(JSONResponse(body.model_dump(), status))
 

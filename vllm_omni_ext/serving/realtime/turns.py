@@ -196,6 +196,10 @@ class TurnDetector:
         self._free_from = max(self._free_from, before_ms)
         self._started = self._candidate = self._silent_from = None
 
+    def go_on(self, from_ms: float) -> None:
+        """Continue a turn that an earlier detector has found, whose sound starts at `from_ms`."""
+        self._started = from_ms
+
     def _frame(self, end: float, probability: float) -> list[Event]:
         begin, self._now = self._now, end
         if not end > begin:

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 
 from csm.payloads import CodecParams, Encode
 from vllm_omni_ext.config.schema import STREAM_IDLE_TIMEOUT_S
-from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest
+from vllm_omni_ext.engine.plain_stage import Answer, PlainModel, PlainRequest, StreamLost
 
 CONTEXT = 32
 """Positions before a part whose transformer output is kept for the convolutions; Mimi's convolutions need 9."""
@@ -57,7 +57,7 @@ class CsmCodec(PlainModel):
 
     def open(self, request: PlainRequest) -> None:
         part, codebooks, now = request.part, self.config.codebooks, time.monotonic()
-        # An API server that is killed sends no end of its streams.
+        # An API server that is killed sends no end of its streams. A stream that goes on later is sent again.
         self.streams = {name: each for name, each in self.streams.items() if now - each.used <= self.idle_s}
         if request.payload is not None:
             self.jobs[request.req_id] = Job(torch.from_numpy(np.frombuffer(request.payload.samples, np.float32).copy()))
@@ -68,7 +68,9 @@ class CsmCodec(PlainModel):
         if part.part == 0:
             empty = next(self.codec_model.parameters()).new_zeros(1, self.config.hidden_size, 0)
             self.streams[part.stream] = Stream(DynamicCache(config=self.config), empty, empty, used=now)
-        if (stream := self.streams.get(part.stream)) is None or stream.parts != part.part:
+        if (stream := self.streams.get(part.stream)) is None:
+            raise StreamLost(f"part {part.part} came for a stream that is not open")
+        if stream.parts != part.part:
             raise ValueError(f"part {part.part} of a stream came out of order")
         stream.parts, stream.used = stream.parts + 1, now
         self.jobs[request.req_id] = Job(codes, part.stream, part.last)

@@ -128,7 +128,8 @@ class Runtime:
     def plan(self, request: Rendered, options: RequestOptions) -> Planned:
         utterance = request.data or Utterance(text=list(request.prompt))
         sizes, codec = {**self._chunks, **options.chunks}, self.config.codec_config
-        frames = ChunkSchedule.of(sizes["frames"], codec.frame_rate if sizes[ADAPTIVE] else 0.0)
+        rate = codec.frame_rate if sizes[ADAPTIVE] else 0.0
+        frames = ChunkSchedule.of(sizes["frames"], rate, streamed=options.streamed or bool(options.chunks))
         end = [self.config.codebook_eos_token_id] * self.config.num_codebooks
         flow = CsmFlow(utterance, frames, sample_rate=codec.sampling_rate, end=end)
         return Planned(flow=flow)
