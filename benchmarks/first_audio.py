@@ -104,7 +104,7 @@ async def answer(omni: Any, prompt: Any, case: Case, chunks: dict[str, Any]) -> 
     await rpc(omni, "take_step_log")
     talker = SamplingParams(temperature=0, max_tokens=case.frames + 1, min_tokens=case.frames + 1)
     text = SamplingParams(temperature=0, max_tokens=case.text, ignore_eos=True)
-    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=chunks)
+    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=chunks, streamed=True)
     began, first, frames = time.monotonic(), None, 0
     async for item in omni._omni.generate(prompt, text, f"first-{next(_numbers)}", options=options):
         if isinstance(item, AudioChunk):

@@ -108,7 +108,7 @@ async def answer(omni: Any, prompt: Any, length: int, sizes: Mapping[str, Any]) 
     """Run one request without sampling, with `length` tokens, `length` frames, and these chunk sizes."""
     talker = SamplingParams(temperature=0, max_tokens=length + 1, min_tokens=length + 1)
     text = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=sizes)
+    options = RequestOptions(modalities=("text", "audio"), params={"talker": talker}, chunks=sizes, streamed=True)
     async for _ in omni._omni.generate(prompt, text, f"cost-{next(_numbers)}", options=options):
         pass
 

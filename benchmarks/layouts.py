@@ -75,7 +75,7 @@ class Answers:
         """Request one answer; its times count from `due` on the monotonic clock, or from now."""
         text = SamplingParams(temperature=0, min_tokens=TOKENS, max_tokens=TOKENS, ignore_eos=True)
         frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
-        options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
+        options = RequestOptions(modalities=("text", "audio"), params={"talker": frames}, streamed=True)
         began, first_token, first_sound = due or time.monotonic(), 0.0, 0.0
         asked = self.omni.generate({"prompt_token_ids": self.prompt}, text, f"layout-{next(_numbers)}", options=options)
         async for item in asked:

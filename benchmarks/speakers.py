@@ -107,7 +107,7 @@ class Speakers:
         began_in, began, first, player = self.round, time.monotonic(), 0.0, Player()
         text = SamplingParams(temperature=0, min_tokens=TOKENS, max_tokens=TOKENS, ignore_eos=True)
         frames = SamplingParams(temperature=0, min_tokens=FRAMES + 1, max_tokens=FRAMES + 1)
-        options = RequestOptions(modalities=("text", "audio"), params={"talker": frames})
+        options = RequestOptions(modalities=("text", "audio"), params={"talker": frames}, streamed=True)
         asked = self.omni.generate(
             {"prompt_token_ids": self.prompt}, text, f"speaker-{next(_numbers)}", options=options
         )

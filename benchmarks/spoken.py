@@ -93,7 +93,7 @@ def sampling(omni: Any, lengths: Lengths, seed: int) -> tuple[SamplingParams, Re
     (talker,) = (stage for stage in omni.plan.stages if stage.name == "talker")
     exactly = {"max_tokens": lengths.talker_tokens, "min_tokens": lengths.talker_tokens, "seed": seed}
     speech = SamplingParams(**{**talker.params, **exactly})
-    return text, RequestOptions(modalities=("text", "audio"), params={"talker": speech})
+    return text, RequestOptions(modalities=("text", "audio"), params={"talker": speech}, streamed=True)
 
 
 def inside(omni: Any, lengths: Lengths) -> Ask:

@@ -148,7 +148,7 @@ class Work:
             async for _ in self.omni.generate({"prompt_token_ids": PROMPT}, exactly, number, options=options):
                 pass
             return
-        sound = RequestOptions(modalities=("audio",), params={"talker": exactly})
+        sound = RequestOptions(modalities=("audio",), params={"talker": exactly}, streamed=True)
         text = await rendered(TEXT, ServedModel(self.omni), OPENING)
         async for _ in self.omni.start(text, sound, number):
             pass

@@ -100,6 +100,12 @@ def new_processes(preloaded_starts: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def new_process(preloaded_starts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of this test start as users start them."""
+    monkeypatch.setattr(ForkServer, "start", lambda server, words, log: None)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny checkpoint; not to be changed."""

@@ -1,4 +1,4 @@
-"""`python -m tests.nullgpu [NAME ...]`: serve each scenario twice with one compile cache, and check the counters."""
+"""`python -m tests.nullgpu [NAME ...]`: start scenarios, most twice with one compile cache, and check the counters."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def main() -> int:
         return in_parallel(prepare(), chosen, args.jobs, once=args.once)
     environment, defects = Environment(args.prepared.parent, args.prepared, args.prepared.with_name("site")), 0
     for scenario in chosen:
-        for turn, each in enumerate([scenario] if args.once else [scenario, scenario.again()]):
+        for turn, each in enumerate(scenario.starts(once=args.once)):
             defects += report(each, turn, list(defects_of(environment, each)))
     return int(defects > 0)
 

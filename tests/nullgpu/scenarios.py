@@ -7,7 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 TEXT: Mapping[str, Any] = {"modalities": ["text"], "max_completion_tokens": 4}
-SPOKEN: Mapping[str, Any] = {"max_completion_tokens": 16, "talker": {"max_tokens": 24, "min_tokens": 24}}
+SPOKEN: Mapping[str, Any] = {
+    "max_completion_tokens": 16,
+    "talker": {"max_tokens": 24, "min_tokens": 24},
+    "chunks": {"adaptive": True},  # parts of frames as for a streamed answer
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Scenario:
         steps: sent or done one after the other.
         program: a file next to this one that runs `LLM(MODEL, omni=True)` instead of a server.
         compiles: kernels that requests may compile.
+        once: started once. Its kernels are those of a scenario before it, so this start has a compile cache already.
     """
 
     name: str
@@ -100,10 +105,15 @@ class Scenario:
     steps: tuple[Ask | Picture | Restart | Sleep, ...] = ()
     program: str = ""
     compiles: tuple[str, ...] = ()
+    once: bool = False
 
-    def again(self) -> Scenario:
-        """Return the same deployment for another start, with the first two steps."""
-        return replace(self, steps=self.steps[:2])
+    def starts(self, *, once: bool = False) -> tuple[Scenario, ...]:
+        """Return the scenario, and for another start the same deployment with the first two steps.
+
+        Args:
+            once: without another start.
+        """
+        return (self,) if self.once or once else (self, replace(self, steps=self.steps[:2]))
 
 
 def say(text: str) -> Mapping[str, Any]:
@@ -187,6 +197,7 @@ SCENARIOS = (
         devices=3,
         flags=("--stage-config", "qwen3_omni_pd", *LIMIT),
         steps=FEWER,
+        once=True,
     ),
     Scenario(
         name="replicas",
@@ -195,6 +206,7 @@ SCENARIOS = (
         devices=3,
         flags=("--stage-config", "qwen3_omni_replicas", *LIMIT),
         steps=(SHORT, AGAIN, replace(SHORT, name="spoken a third time"), AFTER),
+        once=True,
     ),
     Scenario(
         name="sleep",
@@ -203,8 +215,9 @@ SCENARIOS = (
         flags=("--enable-sleep-mode", "--enforce-eager"),
         environ={"VLLM_SERVER_DEV_MODE": "1"},
         steps=(SHORT, Sleep(name="sleep"), AFTER),
+        once=True,
     ),
-    Scenario(name="program", model="qwen3-omni", gpu=H200, program="program.py"),
+    Scenario(name="program", model="qwen3-omni", gpu=H200, program="program.py", once=True),
     Scenario(
         name="qwen2-5",
         model="qwen2-5-omni",
@@ -229,7 +242,7 @@ SCENARIOS = (
         ),
     ),
     Scenario(name="bagel", model="bagel", gpu=H100, steps=PICTURES, compiles=IMAGE_KERNEL),
-    Scenario(name="bagel-h200", model="bagel", gpu=H200, steps=PICTURES, compiles=IMAGE_KERNEL),
+    Scenario(name="bagel-h200", model="bagel", gpu=H200, steps=PICTURES, compiles=IMAGE_KERNEL, once=True),
     Scenario(
         name="bagel-single",
         model="bagel",

@@ -25,7 +25,7 @@ from tests.processes.test_starved import NOT_OURS
 from tests.support import media, readme
 from vllm_omni_ext.cli import main as command
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
+pytestmark = pytest.mark.engine
 
 MODEL = "tiny"
 RATE = 24_000

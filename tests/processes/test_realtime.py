@@ -32,7 +32,7 @@ from tests.support.spoken import of_espeak, with_pauses
 from vllm_omni_ext.cli import main as command
 from vllm_omni_ext.serving.realtime.pcm import PCMU, Decoder, Encoder, SoundFormat
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("new_processes")]
+pytestmark = pytest.mark.engine
 
 MODEL, RATE, MS = "tiny", 24_000, 48
 TELEPHONE = SoundFormat(PCMU, 8_000)

@@ -129,7 +129,9 @@ def test_leaving_a_stream_aborts_its_request(omni: Any, modalities: tuple[str, .
     endless = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 
     async def leave() -> int:
-        stream = omni._omni.generate(prompt, endless, "left", options=RequestOptions(modalities=modalities))
+        stream = omni._omni.generate(
+            prompt, endless, "left", options=RequestOptions(modalities=modalities, streamed=True)
+        )
         async with contextlib.aclosing(stream):
             async for _ in stream:
                 return omni._omni.orchestrator.held()

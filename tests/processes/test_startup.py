@@ -35,7 +35,7 @@ def says_ready(log: Path) -> bool:
     return until(lambda: any(line.startswith("ready:") for line in said(log)))
 
 
-@pytest.mark.usefixtures("new_processes")
+@pytest.mark.usefixtures("new_process")
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_the_terminal_has_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
     terminal, logs = tmp_path / "terminal", tmp_path / "logs"
@@ -104,7 +104,7 @@ def test_a_replica_that_does_not_start(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("new_processes")
+@pytest.mark.usefixtures("new_process")
 def test_api_servers_use_replicas_that_start_after_them(tiny: Path, tmp_path: Path) -> None:
     """API servers are started before most replicas have a process, and receive these later."""
     terminal = tmp_path / "terminal"

@@ -140,6 +140,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.engine
+@pytest.mark.extended
 def test_processes_start_with_the_first_video_and_end_with_the_server(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
     command, pipe = [sys.executable, tmp_path / "server.py"], subprocess.PIPE

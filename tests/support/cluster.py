@@ -279,7 +279,10 @@ def kill(server: Server, name: str, number: signal.Signals = signal.SIGKILL) -> 
 
 
 def body(content: Any, words: int = 24, frames: int = 40, **more: Any) -> dict[str, Any]:
-    """A greedy request for so many tokens and frames, text and sound."""
+    """A greedy request for so many tokens and frames, text and sound.
+
+    The codec stage has several parts of it, so that it is lost between two of them.
+    """
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": content}],
@@ -290,6 +293,7 @@ def body(content: Any, words: int = 24, frames: int = 40, **more: Any) -> dict[s
         "ignore_eos": True,
         "return_stage_metrics": True,
         "talker": {"temperature": 0, "min_tokens": frames, "max_tokens": frames + 1},
+        "chunks": {"frames": [10]},
         **more,
     }
 

@@ -3,6 +3,7 @@
 A command runs in a fork of that process, with the environment, folder and output that a new process would have. A
 command that is neither `vllm ...` nor pytest, or whose environment differs in variables that modules may read while
 they are imported, is started in the usual way. A suite of pytest has a fork server of its own, which is a fork as well.
+Servers in forks do not warm up the processors of media, and do not write configs into errors: both take a second.
 
     with preloaded.ForkServer() as server:
         process = server.start([".venv/bin/vllm", "serve", MODEL, "--omni"], log)
@@ -294,6 +295,8 @@ def main() -> None:
         import_module(name)
     for name in import_module("vllm_omni_ext.runtime.launch.inherit").LATE_IMPORTS:
         import_module(name)
+    import_module("transformers").PreTrainedConfig.__repr__ = object.__repr__
+    resolve_name("vllm.renderers.base:BaseRenderer")._warmup_mm_processor = lambda *args, **kwargs: None
     sys.stdout.flush()  # output of modules, here and in C
     ctypes.CDLL(None).fflush(None)
     gc.freeze()  # garbage collection in a fork would copy all pages of the modules
