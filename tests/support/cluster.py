@@ -73,15 +73,28 @@ class Answer:
 
 
 class Headless(Program):
-    """Replicas that join a head. Use as a context manager; entering does not wait for anything."""
+    """Replicas that join a head. Use as a context manager; entering does not wait for anything.
+
+    They compute with one thread each: threads of one operation wait for each other by spinning, and the head's replicas
+    need the cores. With two threads, answers took 40 times the CPU time.
+    """
 
     def __init__(self, model: Path, log: Path, stage: str, port: int, *flags: str, host: str = HOST) -> None:
         words = [*command(), "serve", str(model), "--omni", "--headless", "--stage", stage, "--max-model-len", "2048"]
-        super().__init__([*words, "-oma", host, "-omp", str(port), *flags], log)
+        super().__init__([*words, "-oma", host, "-omp", str(port), *_with_one_thread(stage, flags)], log)
 
     def __enter__(self) -> Headless:
         self.start()
         return self
+
+
+def _with_one_thread(stage: str, flags: Sequence[str]) -> list[str]:
+    words, given = list(flags), {}
+    if (flag := "--stage-overrides") in words:
+        at = words.index(flag)
+        given = json.loads(words[at + 1])
+        del words[at : at + 2]
+    return [*words, flag, json.dumps({**given, stage: {**given.get(stage, {}), "cpu_threads": 1}})]
 
 
 _chance = random.SystemRandom()  # another test process may have seeded the common one alike
@@ -293,7 +306,7 @@ def body(content: Any, words: int = 24, frames: int = 40, **more: Any) -> dict[s
         "ignore_eos": True,
         "return_stage_metrics": True,
         "talker": {"temperature": 0, "min_tokens": frames, "max_tokens": frames + 1},
-        "chunks": {"frames": [10]},
+        "chunks": {"frames": [10], "adaptive": False},
         **more,
     }
 
