@@ -160,6 +160,15 @@ def test_a_producer_without_the_keys_receives_no_message(raw: Any) -> None:
     assert not liar.poll(0)
 
 
+def test_a_message_without_a_connection_is_an_error(producer: TcpProducer, consumer: TcpConsumer) -> None:
+    """ZeroMQ removes a connection whose handshake fails. A blocking `send` of the socket would then never return."""
+    link = consumer._link(producer.address)
+    link.dealer.disconnect(link.endpoint)
+    eventually(lambda: not link.dealer.poll(0, zmq.POLLOUT), "the socket still has the connection")
+    with pytest.raises(ProducerLost, match="the connection to the producer was lost"):
+        link.send(wire.Forget(token=link.token, request="a"))
+
+
 def test_keys_are_not_printed() -> None:
     config = replace(CONFIG, listening=KEYS.listening, connecting=KEYS.connecting)
     assert KEYS.server.private.decode() not in repr(config) and "listening" not in repr(config)

@@ -11,6 +11,7 @@ the memory of a freed request at once.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
 import logging
@@ -45,7 +46,7 @@ from vllm_omni_ext.connectors.base import (
     ProducerLost,
     Stats,
 )
-from vllm_omni_ext.encoding import Malformed
+from vllm_omni_ext.encoding import Malformed, Message
 from vllm_omni_ext.ports import bind_within
 
 ANY_PORT = ":*"
@@ -343,6 +344,18 @@ class Link:
         """Return the reason for which the connection is lost; None if it is not lost."""
         return LOST[recv_monitor_message(self._monitor)["event"]] if self._monitor.poll(0) else None
 
+    def send(self, message: Message) -> None:
+        """Send a message to the producer. ZeroMQ stores any number of messages while it connects.
+
+        Raises:
+            ProducerLost: ZeroMQ has closed the connection, e.g. as the peer has other keys. `send` of the socket would
+                wait for ever.
+        """
+        try:
+            self.dealer.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ProducerLost(self.lost() or LOST[zmq.EVENT_DISCONNECTED]) from None
+
     def receive(self, deadline: float) -> list[zmq.Frame]:
         """Return the frames of the producer's next message.
 
@@ -385,11 +398,9 @@ class LinkedConsumer(Consumer):
             raise type(error)(f"{name}: {error}") from error
 
     def forget(self, source: str, request: str) -> None:
-        try:
+        with contextlib.suppress(ProducerLost):
             link = self._link(source)
-        except ProducerLost:
-            return
-        link.dealer.send(wire.encode(wire.Forget(token=link.token, request=request)))
+            link.send(wire.Forget(token=link.token, request=request))
 
     def close(self) -> None:
         for source in tuple(self._links):
@@ -414,7 +425,7 @@ class LinkedConsumer(Consumer):
     def _ask(self, link: Link, request: str, index: int, deadline: float) -> tuple[wire.Chunk, list[zmq.Frame]]:
         """Request a chunk; return (header of the chunk, frames with its bytes)."""
         number = next(self._numbers)
-        link.dealer.send(wire.encode(wire.Read(token=link.token, number=number, request=request, index=index)))
+        link.send(wire.Read(token=link.token, number=number, request=request, index=index))
         while True:
             head, *body = link.receive(deadline)
             match reply := wire.TO_CONSUMER.decode(head.bytes):
