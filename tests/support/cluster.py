@@ -89,6 +89,8 @@ class Headless(Program):
 
 
 def _with_one_thread(stage: str, flags: Sequence[str]) -> list[str]:
+    if stage.partition(".")[0] not in STAGES:
+        return [*flags]
     words, given = list(flags), {}
     if (flag := "--stage-overrides") in words:
         at = words.index(flag)
