@@ -197,7 +197,7 @@ def wrong_answer(server: NullServer, ask: Ask) -> Iterator[str]:
     client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=ANSWER_S)
     fields = dict(ask.fields)
     extra = {"ignore_eos": True, "return_stage_metrics": True}
-    extra |= {name: fields.pop(name) for name in ("talker",) if name in fields}
+    extra |= {name: fields.pop(name) for name in ("talker", "chunks") if name in fields}
     before = counted(server)
     began = time.monotonic()
     try:

@@ -29,7 +29,7 @@ TEXTS = {
     "spaces": "  two\n\nlines ",
     "long": "one two three four five six seven eight nine ten " * 6,
 }
-FRAMES = 60
+FRAMES = 30
 PATIENCE_S = 90
 TALKER = SamplingParams(temperature=0, repetition_penalty=1.05, max_tokens=FRAMES)
 
