@@ -134,7 +134,7 @@ def ask_through(threads: ThreadPoolExecutor, callers: list[Caller], bodies: list
         begun = threading.Event()
         asked.append((threads.submit(caller.stream, fields, begun), begun))
     for future, begun in asked:
-        assert until(lambda begun=begun, future=future: begun.is_set() or future.done())
+        assert until(lambda begun=begun, future=future: begun.is_set() or future.done()), replicas(callers[0].server)
         assert not future.done(), future.exception()
     return asked
 
@@ -372,6 +372,7 @@ def test_replicas_join_and_leave(two: Server, undisturbed: list[Answer], tiny: P
 
 def test_sigterm_lets_running_requests_end(two: Server) -> None:
     """Last of this server."""
+    assert until(lambda: idle(two))
     exact = ask_all(two, LONG, AT_ONCE)
     log = two.log.read_text()
     with ThreadPoolExecutor(AT_ONCE) as threads:
