@@ -136,10 +136,11 @@ class CodecStream:
         self._look_ahead = look_ahead
         self._look_ahead_s = look_ahead / schedule.rate if schedule.rate else 0.0
         self._schedule = schedule
-        self._playback = Playback(schedule.rate) if schedule.rate and schedule.streamed else None
+        played = schedule.rate if schedule.streamed else 0.0
+        self._playback = Playback(played) if played else None
         self._chunks = ChunkCounter(schedule, divide=True)
-        joined = min(MOST_JOINED, schedule.sizes[-1] or MOST_JOINED) if schedule.rate or not schedule.streamed else 1
-        self.joined: dict[str, Any] = {"group": joined, "rate": schedule.rate if schedule.streamed else 0.0}
+        joined = min(MOST_JOINED, schedule.sizes[-1] or MOST_JOINED) if played or not schedule.streamed else 1
+        self.joined: dict[str, Any] = {"group": joined, "rate": played}
         """Arguments of the `plugins.flow.Open` of the stage that makes the frames."""
         self._pending: deque[_Pending] = deque()
         self._next = 0

@@ -425,7 +425,6 @@ class Deployment:
         """
         if about is None:
             about = self.about()
-        self._complete_configs()
         return Connections(
             plan=self.plan,
             configs=self.configs,
