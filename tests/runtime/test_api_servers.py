@@ -217,6 +217,9 @@ def test_start_readiness_and_end_of_a_replica_are_sent_to_every_api_server(stack
         assert running.next(client) == msg.ReplicaStarting(NEW)
         assert running.next(client) == (msg.ReplicaReady(NEW, "there", 9, 2, *own), own)
         assert running.next(client) == msg.ReplicaEnded(NEW, "killed", True)
+    servers.forgotten(NEW)
+    for client in (0, 1):
+        assert running.next(client) == msg.ReplicaLeft(NEW)
     assert NEW not in running.deployment.listening
 
 

@@ -122,7 +122,7 @@ class Bench:
             timeouts=Timeouts(startup_timeout_s=60.0),
             cluster=Cluster(master_address=HOST, master_port=self.port, cluster_secret_file=secret_file),
         )
-        plan: Any = SimpleNamespace(config=config)
+        plan: Any = SimpleNamespace(config=config, replicas=lambda: [SimpleNamespace(id=ReplicaId("talker", 0))])
         self.replica_supervisor: Any = ReplicaSupervisor()
         self.servers: Any = Servers()
         self.coordination: Any = Coordination()
@@ -303,6 +303,17 @@ def test_a_forgotten_name_is_free_and_its_replica_must_join_again(bench: Bench) 
     assert bench.servers.told == before, "the late message is not about this one"
     bench.tell(Present(ticket="u", pid=8))
     assert bench.servers.told[-1][:2] == ("ready", name)
+
+
+def test_api_servers_remove_a_replica_that_has_ended_only_if_its_name_is_not_used_again(bench: Bench) -> None:
+    for ticket in ("a", "b"):
+        bench.ask(wish(ticket))
+        bench.tell(Present(ticket=ticket, pid=7))
+        bench.tell(Gone(ticket=ticket, reason="killed", again=True))
+        bench.ask(wish(ticket + "again")) if ticket == "b" else bench.forgotten(1, epoch=1)
+    bench.forgotten(1, epoch=2)
+    bench.forgotten(0, epoch=1)  # of the plan
+    assert [told for told in bench.servers.told if told[0] == "forgotten"] == [("forgotten", ReplicaId("talker", 1))]
 
 
 def test_replica_not_ready_in_time_loses_its_name(bench: Bench) -> None:

@@ -362,6 +362,7 @@ async def test_nothing_is_kept_of_a_replica_of_another_host_that_has_left(bench:
     if failed:
         bench.of(FAR).say(EngineDeadError())
         await bench.settle()
+    connections.left(FAR)
     await bench.view(entry(A), entry(B))
     assert FAR not in bench.orchestrator.machine.placement.announced
     await bench.up(FAR)
@@ -392,7 +393,7 @@ async def test_waiting_requests_fail_when_no_replica_can_come_back(bench: Bench,
             bench.broken = True
             connections.ready(A, HERE, listeners)
         case _:
-            await bench.view()
+            connections.left(FAR)
     async with asyncio.timeout(30):
         while bench.orchestrator.held():
             await asyncio.sleep(0.001)
@@ -483,7 +484,7 @@ async def test_silent_replica_takes_requests_after_its_fence_is_answered(bench: 
 
 async def test_replica_silent_or_dead_before_its_fence_is_answered_takes_no_requests(bench: Bench) -> None:
     name = await silent(bench)
-    await bench.view(entry(B))  # forgotten: the process is local, its end would be detected
+    await bench.view(entry(B))  # the head reports the end of a replica
     assert bench.of(A).closed == 0 and bench.replica_connections.replica_names("text") == [A, B]
     await bench.view(entry(A), entry(B))
     await bench.view(entry(A, State.DOWN), entry(B))
@@ -512,7 +513,8 @@ async def test_a_forgotten_replica_of_another_host_is_closed_and_not_shown(bench
     if ended:
         bench.replica_connections.ended(FAR, "gone", again=False)
         await bench.settle()
-    await bench.view(entry(A), entry(B))
+    bench.replica_connections.left(FAR)
+    await bench.settle()
     assert bench.of(FAR).closed == 1 and FAR not in bench.pool.replicas
     assert bench.replica_connections.replica_names("text") == [A, B] and FAR not in bench.replica_connections.reports
     gauges = [family for family in bench.registry.collect() if family.type == "gauge"]
@@ -520,19 +522,43 @@ async def test_a_forgotten_replica_of_another_host_is_closed_and_not_shown(bench
     assert {"text/0", "text/1"} <= shown and "text/2" not in shown
 
 
-@pytest.mark.parametrize("known", [True, False])
-async def test_late_forgetting_of_a_replica_keeps_the_next_one_of_that_name(bench: Bench, known: bool) -> None:
+async def test_a_view_with_a_replica_that_has_left_shows_no_metric_of_it(bench: Bench) -> None:
     await bench.up(FAR)
-    await bench.view(entry(A), entry(B), entry(FAR, epoch=1))
-    bench.replica_connections.ended(FAR, "gone", again=True)
+    await bench.view(entry(A), entry(B), entry(FAR))
+    bench.replica_connections.left(FAR)
     await bench.settle()
-    await bench.up(FAR, ReplicaInfo(host="elsewhere", pid=3))
-    await bench.view(entry(A), entry(B), *([entry(FAR, epoch=2)] if known else []))
-    assert FAR in bench.pool.replicas and bench.of(FAR).closed == 0
-    assert bench.replica_connections.about[FAR].host == "elsewhere"
-    await bench.view(entry(A), entry(B), entry(FAR, epoch=2))
+    await bench.view(entry(A), entry(B), entry(FAR, load=Load(0, 0, 0.0, 2)))
+    gauges = [family for family in bench.registry.collect() if family.type == "gauge"]
+    assert not any(sample.labels.get("replica") == "text/2" for family in gauges for sample in family.samples)
+
+
+async def test_a_replica_that_leaves_before_the_first_view_gets_no_more_requests(bench: Bench) -> None:
+    """An API server that is restarted is connected to it, and no view shows its end."""
+    await bench.up(FAR)
+    await bench.open("a", "b", "c")
+    moved = next(name for name in "abc" if bench.where(name) == FAR)
+    bench.replica_connections.left(FAR)
     await bench.view(entry(A), entry(B))
-    assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about
+    assert bench.of(FAR).closed == 1 and bench.where(moved) in (A, B)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_replica_that_leaves_is_not_the_next_one_of_that_name(bench: Bench, connected: bool) -> None:
+    bench.gated, connections = not connected, bench.replica_connections
+    listeners: Any = None
+    if connected:
+        await bench.up(FAR)
+    else:
+        connections.starting(FAR)
+        connections.ready(FAR, THERE, listeners)
+    connections.left(FAR)
+    bench.gated = False
+    await bench.up(FAR, ReplicaInfo(host="elsewhere", pid=3))
+    for gate in bench.gates:
+        gate.set()
+    await bench.settle()
+    assert FAR in bench.pool.replicas and bench.of(FAR).closed == 0
+    assert connections.about[FAR].host == "elsewhere" and connections.replicas[FAR] is bench.of(FAR)
 
 
 async def test_requests_follow_states_and_loads_of_views(bench: Bench) -> None:

@@ -200,6 +200,16 @@ class ReplicaEnded(_Tagged, frozen=True):
     again: bool
 
 
+class ReplicaLeft(_Tagged, frozen=True):
+    """Head to API server: the coordinator has removed a replica that had joined from a headless node.
+
+    The API server closes its connection. Its own views do not always show the removal: an API server that is restarted
+    while the replica leaves is connected to the replica, and its first view does not contain the replica.
+    """
+
+    replica: ReplicaId
+
+
 class Server(msgspec.Struct, frozen=True):
     """State of one API server; `up`: its process runs, `restarts`: number of its restarts."""
 
@@ -247,6 +257,7 @@ Message = (
     | ReplicaReady
     | ReplicaConnected
     | ReplicaEnded
+    | ReplicaLeft
     | ServerReady
     | Servers
     | ServerLost

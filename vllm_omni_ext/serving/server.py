@@ -398,6 +398,8 @@ class HeadConnection:
                 self._replica_connections.ready(replica, ReplicaInfo(host=host, pid=pid, restarts=restarts), listeners)
             case messages.ReplicaEnded(replica, reason, again):
                 self._replica_connections.ended(replica, reason, again=again)
+            case messages.ReplicaLeft(replica):
+                self._replica_connections.left(replica)
             case messages.ServerLost(index, at):
                 self._replica_connections.forget_requests_of(index, at)
             case messages.Servers(servers):

@@ -30,7 +30,6 @@ from vllm_omni_ext.coordinator.members import (
     Change,
     Detach,
     Entry,
-    Forget,
     Member,
     State,
     View,
@@ -194,7 +193,6 @@ class ReplicaConnections:
         self._observer = orchestrator.observer
         self._pools = orchestrator.pools
         self._take, self._joined, self._lost = take, joined, lost
-        self._local = {each.id for each in connections.plan.replicas()}
         self._members: dict[ReplicaId, Member] = {}
         self._asleep = set(connections.operator_state.asleep)
         self._outdated: dict[ReplicaId, Any] = {}
@@ -341,6 +339,19 @@ class ReplicaConnections:
         elif not again:
             self._spawn(self._orchestrator.never_up(replica, reason))
 
+    def left(self, replica: ReplicaId) -> None:
+        """Remove a replica of a headless node that the coordinator has removed."""
+        _cancel(self._connect_tasks, replica)
+        self._spawn(self._remove(replica, self.replicas.get(replica)))
+
+    async def _remove(self, replica: ReplicaId, connected: StockReplica | None) -> None:
+        if connected is not None:
+            await self._drop(connected, LEFT)
+        if replica not in self.replicas and replica not in self._connect_tasks:  # else its name is used again
+            await self._orchestrator.never_up(replica, LEFT)
+            self.about.pop(replica, None)
+            self._observer.forgotten(replica)
+
     # -- outputs of replicas -------------------------------------------------------------------------------------
 
     async def _read(self, replica: StockReplica) -> None:
@@ -399,10 +410,11 @@ class ReplicaConnections:
                 del self._outdated[entry.member.id]
             last_seen = last.last_seen if last is not None and last.entry.load == entry.load else now
             self.reports[entry.member.id] = Report(entry, last_seen)
-            if last_seen == now:
+            if last_seen == now and entry.member.id in self.about:  # a view may still contain one that has left
                 self._observer.heartbeat(entry.member.id)
 
     async def _change(self, change: Change) -> None:
+        """Apply a change of a replica's state. At `Forget` nothing happens: the head reports the end of replicas."""
         replica = change.member.id
         connected = self.replicas.get(replica)
         match change:
@@ -413,21 +425,6 @@ class ReplicaConnections:
             case Detach(member, reason) if connected is not None and self._members.get(replica) == member:
                 self._orchestrator.announce(replica)  # the replica may return
                 self._lost_requests[replica] = await self._leave(replica, reason)
-            case Forget(member) if replica not in self._local:
-                # A local replica keeps its connection: the end of its process is detected, and it may still return.
-                await self._forget(member, connected)
-
-    async def _forget(self, member: Member, connected: StockReplica | None) -> None:
-        """Drop a replica of another host. If a later replica has the same name already, that one is kept."""
-        replica = member.id
-        if self._members.get(replica) == member:
-            del self._members[replica]
-            if connected is not None:
-                await self._drop(connected, LEFT)
-        if replica not in self.replicas and replica not in self._connect_tasks:
-            await self._orchestrator.never_up(replica, LEFT)
-            self.about.pop(replica, None)
-            self._observer.forgotten(replica)
 
     async def _attach_again(self, replica: StockReplica) -> None:
         """Use a replica again that missed heartbeats and is back, after it has aborted its old requests.

@@ -22,6 +22,7 @@ from vllm_omni_ext.runtime.control import (
     OperatorChanges,
     ReplicaConnected,
     ReplicaEnded,
+    ReplicaLeft,
     ReplicaReady,
     ReplicaStarted,
     ReplicaStarting,
@@ -170,8 +171,9 @@ class ApiServers:
         self._broadcast(ReplicaEnded(replica, reason, again))
 
     def forgotten(self, replica: ReplicaId) -> None:
-        """Drop the data of a replica that the coordinator has removed, before its id is used again."""
+        """Drop the data of a replica that the coordinator has removed, and send `ReplicaLeft`."""
         self._drop(replica)
+        self._broadcast(ReplicaLeft(replica))
 
     def _drop(self, replica: ReplicaId) -> None:
         self._starting.discard(replica)

@@ -255,6 +255,7 @@ class JoinServer:
         self._servers = servers
         self._tell = tell
         self._expected = expected
+        self._planned = {replica.id for replica in plan.replicas()}
         self._entries: dict[str, _Entry] = {}
         self._left: dict[str, _Entry] = {}
         """Replicas that have left within `REPORT_S`, by ticket."""
@@ -290,13 +291,14 @@ class JoinServer:
             if entry.member == member:
                 del self._entries[ticket]
                 self._coordination.leave(member.id)  # its process may still run: its heartbeats are ignored from now on
-                self._servers.forgotten(member.id)
                 if silent:
                     self._tell(f"error: replica {member.id} of {entry.host} is gone: no heartbeat came for too long")
                 else:
                     self._tell(f"replica {member.id} of {entry.host} has left")
                     self._left[ticket] = entry
                     self._replica_supervisor.after(REPORT_S, partial(self._left.pop, ticket, None))
+        if member.id not in self._planned and all(entry.member.id != member.id for entry in self._entries.values()):
+            self._servers.forgotten(member.id)
 
     async def _serve_handshakes(self) -> None:
         while True:
