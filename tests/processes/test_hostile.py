@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import json
+import os
 import random
 import socket
 from collections import Counter
@@ -258,6 +259,15 @@ def test_damaged_media(target: Target, kind: str) -> None:
     for content in damaged:
         response = target.send(CHAT, ask_about(kind, f"{head},{base64.b64encode(content).decode()}"))
         assert response.status_code == 200 or response.json()["error"]["param"] == "messages"
+
+
+def test_videos_are_read_in_forks_of_a_process_that_has_no_socket_of_the_api_server(target: Target) -> None:
+    (server,) = (each for each in target.server.processes() if "api-server" in "".join(each.cmdline()))
+    target.send(CHAT, ask_about("video_url", MEDIA["video_url"]()))
+    (forks,) = (each for each in server.children() if "video-fork-server" in "".join(each.cmdline()))
+    assert not [each for each in server.children() if "multiprocessing.forkserver" in " ".join(each.cmdline())]
+    theirs = [{os.readlink(link) for link in Path(f"/proc/{each.pid}/fd").iterdir()} for each in (server, forks)]
+    assert [name for name in theirs[0] & theirs[1] if name.startswith("socket:")] == []
 
 
 URLS: list[Any] = [

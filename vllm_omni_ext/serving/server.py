@@ -266,10 +266,13 @@ def run_api_server(
     import uvloop
     from vllm.plugins import load_general_plugins
 
+    from vllm_omni_ext.serving.limits import video
+
     die_with_parent(connections.head)
     name_process(f"api-server/{connections.client_index}")
     for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
         signal.signal(number, lambda *_: sys.exit(0))
+    video.start_fork_server()  # this process has one thread here
     decorate_logs()
     load_general_plugins()  # registers the plugins' models in this spawned process
     load_parsers(args)

@@ -3,9 +3,9 @@
 Every loader in vLLM's registry is replaced by a loader of the same name that runs the original in another process.
 Thus `--media-io-kwargs` and VLLM_VIDEO_LOADER_BACKEND keep their effect.
 
-The processes are forked by a fork server, which is started at the first video. The fork server has one thread and none
-of this process's open files, and it has imported this module. A process sends a msgpack header and raw bytes, so this
-process unpickles no data.
+The processes are forked by a fork server. It has one thread and none of the open files of the API server, of which it
+is a fork (`start_fork_server`): a new process would import vLLM for 5 to 10 s. A process sends a msgpack header and raw
+bytes, so the API server unpickles no data.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import faulthandler
 import functools
 import io
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,6 +70,10 @@ PIECE_BYTES = 64 << 20
 """Bytes of each piece in which an array is sent, so that no process holds two copies of the whole array."""
 
 
+PRELOADED = ["__main__", __name__]
+"""Modules that the fork server imports if it is not a fork of this process."""
+
+
 class ReadFailed(ValueError):
     """The loader of a video raised an error, crashed, or exceeded its time or memory limit."""
 
@@ -88,12 +96,46 @@ class Answer(msgspec.Struct, frozen=True):
 _read_answer = msgspec.msgpack.Decoder(Answer)
 
 
+def start_fork_server() -> None:
+    """Start multiprocessing's fork server as a fork of this process, which has one thread and has imported vLLM.
+
+    Without this call, or when the fork server has ended, multiprocessing starts it as a new process at the next video.
+    """
+    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+    start, track = multiprocessing.util.spawnv_passfds, multiprocessing.resource_tracker.ensure_running
+    multiprocessing.util.spawnv_passfds = _fork
+    multiprocessing.resource_tracker.ensure_running = lambda: None  # its process is started at the first video
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds, multiprocessing.resource_tracker.ensure_running = start, track
+
+
+def _fork(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    """Run a Python program, the last of `arguments`, in a fork with some of this process's open files."""
+    if pid := os.fork():
+        return pid
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        name_process("video-fork-server")
+        kept = sorted({0, 1, 2, *descriptors})
+        for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(low + 1, high)
+        exec(arguments[-1], {})
+    except SystemExit:  # the API server has ended
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
 @contextmanager
 def install() -> Iterator[None]:
     """Make this process read each video in a separate process, inside the `with` block."""
     stock = dict(VIDEO_LOADER_REGISTRY.name2class)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", __name__])
+    context.set_forkserver_preload(PRELOADED)
     for name, loader in stock.items():
         load = staticmethod(functools.partial(_load, context, name, loader))
         _register(name, type(loader.__name__, (loader,), {"load_bytes": load}))
