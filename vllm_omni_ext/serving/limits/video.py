@@ -111,17 +111,17 @@ def start_fork_server() -> None:
         multiprocessing.util.spawnv_passfds, multiprocessing.resource_tracker.ensure_running = start, track
 
 
-def _fork(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
-    """Run a Python program, the last of `arguments`, in a fork with some of this process's open files."""
+def _fork(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Run a Python program, the last of `args`, in a fork with some of this process's open files."""
     if pid := os.fork():
         return pid
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         name_process("video-fork-server")
-        kept = sorted({0, 1, 2, *descriptors})
+        kept = sorted({0, 1, 2, *passfds})
         for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, high)
-        exec(arguments[-1], {})
+        exec(args[-1], {})
     except SystemExit:  # the API server has ended
         pass
     except BaseException:
