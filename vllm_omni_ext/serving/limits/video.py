@@ -10,6 +10,7 @@ bytes, so the API server unpickles no data.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import io
@@ -25,7 +26,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,9 @@ def _fork(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         name_process("video-fork-server")
-        kept = sorted({0, 1, 2, *passfds})
-        for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-            os.closerange(low + 1, high)
+        for descriptor in {*map(int, os.listdir("/dev/fd"))} - {0, 1, 2, *passfds}:
+            with contextlib.suppress(OSError):  # that of the folder is closed already
+                os.close(descriptor)
         exec(args[-1], {})
     except SystemExit:  # the API server has ended
         pass
@@ -130,7 +130,7 @@ def _fork(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
         os._exit(0)
 
 
-@contextmanager
+@contextlib.contextmanager
 def install() -> Iterator[None]:
     """Make this process read each video in a separate process, inside the `with` block."""
     stock = dict(VIDEO_LOADER_REGISTRY.name2class)
