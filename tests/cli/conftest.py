@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,14 +13,18 @@ from unittest import mock
 import pytest
 
 from vllm_omni_ext.cli import model as model_facts
+from vllm_omni_ext.model_plugins.qwen3_omni import facts
 
-read_config = model_facts.get_config
+read_config, described = model_facts.get_config, facts.described
 
 
 @pytest.fixture(scope="session", autouse=True)
 def configs_are_read_once() -> Iterator[None]:
-    """Each test makes plans of the same checkpoints, and Transformers takes longer to read one than all the rest."""
+    """Each test makes plans of the same checkpoints. Transformers takes longer for a config and its tensors than all
+    the rest.
+    """
     known: dict[str, Any] = {}
+    tensors: dict[bytes, Any] = {}
 
     def read(*args: Any, **kwargs: Any) -> Any:
         asked = repr((args, kwargs))
@@ -27,7 +32,12 @@ def configs_are_read_once() -> Iterator[None]:
             known[asked] = read_config(*args, **kwargs)
         return copy.deepcopy(known[asked])
 
-    with mock.patch.object(model_facts, "get_config", read):
+    def describe(*args: Any) -> Any:
+        if (asked := pickle.dumps(args)) not in tensors:
+            tensors[asked] = described(*args)
+        return dict(tensors[asked])
+
+    with mock.patch.object(model_facts, "get_config", read), mock.patch.object(facts, "described", describe):
         yield
 
 

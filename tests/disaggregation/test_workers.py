@@ -212,6 +212,32 @@ async def test_a_failed_transfer_is_settled_when_the_data_of_its_sender_is_read(
         assert receiver.settled_now() == [("a", "ta")]
 
 
+@pytest.mark.parametrize("answer", ["ok_reqs", "err_reqs"])
+async def test_a_transfer_is_settled_while_another_one_of_its_query_waits(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, wanted, ends = Receiver(), metas("a", "b"), asyncio.Event()
+
+    async def stock(self: Receiver, address: str, wanted: dict[str, PullReqMeta]) -> None:
+        copied = wanted.copy()  # as vLLM 0.33 does
+        self.process_pulling_result(MooncakeXferResponse(status=Status.CONTINUE, **{answer: ["a"]}), copied)
+        await ends.wait()
+        self.process_pulling_result(MooncakeXferResponse(status=Status.FINISH, ok_reqs=["b"]), copied)
+
+    monkeypatch.setattr(MooncakeConnectorWorker, "receive_kv_from_single_worker", stock)
+    receiver._liveness = SimpleNamespace(gone=lambda address: asyncio.get_running_loop().create_future())
+    with stopped_clock() as advance:
+        await begin(receiver, wanted, monkeypatch)
+        query = asyncio.create_task(receiver.receive_kv_from_single_worker("tcp://nowhere", wanted))
+        await advance(0.0)
+        await advance(decode_worker.SETTLE_S)
+        assert receiver.settled_now() == [("a", "ta")]
+        ends.set()
+        await query
+    assert receiver.settled_now() == [("b", "tb")]
+    assert not receiver._pulls
+
+
 @pytest.mark.parametrize("first", ["sent", "failed", "late"])
 async def test_a_failure_of_one_of_two_prefill_workers_is_reported_once(
     first: str, monkeypatch: pytest.MonkeyPatch

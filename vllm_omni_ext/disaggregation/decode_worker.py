@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextvars import ContextVar
 from queue import SimpleQueue
 from typing import Any
 
@@ -31,6 +32,9 @@ unread data."""
 
 MOST_SETTLE_S = 60.0
 """Seconds after which a failed transfer counts as settled even if data is unread, so that its blocks are freed."""
+
+_unanswered: ContextVar[dict[str, Transfer]] = ContextVar("unanswered")
+"""Transfers of the current task's query for which the prefill worker has not answered yet, by request id."""
 
 Metas = dict[str, PullReqMeta]
 """vLLM's metadata of the pulls from one prefill replica, by request id in that replica."""
@@ -103,7 +107,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
 
         Returns when the worker has answered for all requests or its process has ended; there is no other time limit.
         """
-        transfers = _transfers(pull_metas)
+        _unanswered.set(unanswered := {name: _transfer(meta) for name, meta in pull_metas.items()})
         if self._liveness is None:
             self._liveness = PeerLiveness()
         transfer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
@@ -114,10 +118,16 @@ class ReceiveMixin(MooncakeConnectorWorker):
             await asyncio.wait((transfer,))
             self._forget(worker_addr)
             self._handle_failed_recv(pull_metas, list(pull_metas), f"the prefill worker at {worker_addr} is gone")
-        self._report(self._pulls.answer(transfers))
+        self._report(self._pulls.answer(unanswered.values()))
 
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: Metas) -> None:
-        """Handle an answer of a prefill worker: record the requests whose blocks have arrived."""
+        """Handle an answer of a prefill worker: record the requests whose blocks have arrived.
+
+        Each answer to a query settles its transfers. The others may wait for a prompt that no replica computes.
+        """
+        unanswered = _unanswered.get({})
+        names = [*(response.ok_reqs or ()), *(response.err_reqs or ())]
+        answered = [unanswered.pop(name) for name in names if name in unanswered]
         # A failed request is already reported; blocks that arrive later change nothing.
         response.ok_reqs = [name for name in response.ok_reqs or () if self._waits_for(pull_metas.get(name))]
         arrived = [pull_metas[name] for name in response.ok_reqs]
@@ -125,7 +135,7 @@ class ReceiveMixin(MooncakeConnectorWorker):
         for meta in arrived:
             if meta.pull_tasks_count == 0 and self._pulls.waits(transfer := _transfer(meta)):
                 self.xfer_stats.record_received(self._pulls.arrived(transfer, time.monotonic()))
-        self.news.set()
+        self._report(self._pulls.answer(answered))
 
     def _handle_failed_recv(self, pull_metas: Metas, req_ids: Collection[str], reason: str) -> None:
         # Only requests that still wait for blocks: reporting one whose blocks have arrived would crash the engine.
