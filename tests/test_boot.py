@@ -60,10 +60,10 @@ def test_importing_torch_loads_one_module_and_adds_one_finder():
 
 
 @pytest.mark.engine
-def test_a_plain_vllm_is_unchanged():
-    """One process for all of it: importing vLLM takes seconds."""
-    code = """
-        import importlib.util, inspect, pickle, sys, time
+def test_a_plain_vllm_is_unchanged_and_the_keyword_makes_an_omni_llm_or_raises_an_error():
+    """One process for all of it, and a fork: importing vLLM takes seconds."""
+    plain = """
+        import importlib.util, inspect, os, pickle, sys, types
         import vllm
         from vllm import LLM
         import vllm.entrypoints.llm as module
@@ -86,23 +86,9 @@ def test_a_plain_vllm_is_unchanged():
         assert type(LLM("m", omni=False)) is LLM
         assert type(pickle.loads(pickle.dumps(LLM("m")))) is LLM
         ours = sorted(m for m in sys.modules if m.startswith("vllm_omni_ext."))
-        print(*ours, sep="\\n")
+        print(*ours, sep="\\n", flush=True)
     """
-    assert python(code).splitlines() == [
-        "vllm_omni_ext.boot",
-        "vllm_omni_ext.errors",
-        "vllm_omni_ext.patches",
-        "vllm_omni_ext.patches.llm_omni_keyword",
-        "vllm_omni_ext.patching",
-        "vllm_omni_ext.patching.patch",
-    ]
-
-
-@pytest.mark.engine
-def test_the_keyword_makes_an_omni_llm_or_raises_an_error():
-    code = """
-        import sys, types
-        from vllm import LLM
+    keyword = """
         from vllm_omni_ext.patching.source import VllmSource
 
         class OmniLLM(LLM):
@@ -125,7 +111,20 @@ def test_the_keyword_makes_an_omni_llm_or_raises_an_error():
         except TypeError as err:
             print(err)
     """
-    version, subclass = python(code).splitlines()
+    # The parent's `LLM` is the one of vLLM again: the fork has replaced the code of its `__init__`.
+    plain, keyword = (textwrap.dedent(code).strip() for code in (plain, keyword))
+    imports, plain = plain.split("\n\n", 1)
+    fork = f"if os.fork() == 0:\n{textwrap.indent(plain, '    ')}\n    os._exit(0)\nassert os.wait()[1] == 0"
+    code = f"{imports}\n{fork}\n{keyword}"
+    *modules, version, subclass = python(code).splitlines()
+    assert modules == [
+        "vllm_omni_ext.boot",
+        "vllm_omni_ext.errors",
+        "vllm_omni_ext.patches",
+        "vllm_omni_ext.patches.llm_omni_keyword",
+        "vllm_omni_ext.patching",
+        "vllm_omni_ext.patching.patch",
+    ]
     assert subclass == "Mine: omni=True works on LLM itself; derive from vllm_omni_ext.llm.OmniLLM"
     assert version.startswith("IncompatibleVllm vLLM 0.20.0 is installed, but this package needs")
 

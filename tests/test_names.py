@@ -12,6 +12,8 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 CORE = Path(__file__).parents[1] / "vllm_omni_ext"
 
 SPOKEN = re.compile(r"talker|thinker|code2wav|qwen|voice|speech", re.IGNORECASE)
@@ -74,6 +76,7 @@ def occurrences(words: re.Pattern[str], folder: Path, allowed: tuple[str, ...] =
     return found
 
 
+@pytest.mark.slow
 def test_the_core_has_no_words_of_a_model_outside_the_modules_about_sound() -> None:
     assert occurrences(SPOKEN, CORE, SOUND) == []
     assert occurrences(PAINTED, CORE) == []

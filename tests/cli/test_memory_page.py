@@ -6,6 +6,8 @@ import runpy
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from benchmarks import memory_page
 from dev import pages
 
@@ -18,11 +20,13 @@ def tables() -> str:
     return memory_page.tables()
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_the_planner() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert f"{memory_page.BEGIN}{tables()}{memory_page.END}" in text, "run: make docs"
 
 
+@pytest.mark.slow
 def test_both_generated_pages_are_written(monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "memory.md"

@@ -40,6 +40,7 @@ def test_a_plan_for_another_machine_or_for_this_one(released: str, capsys: pytes
     assert "machine   cpu, " in told and "\nmemory\n" not in told
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_shown_and_refused(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--machine", H100]) == 2
     told = capsys.readouterr()

@@ -77,6 +77,7 @@ def test_no_chunk_makes_a_file_or_a_descriptor(
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_both_ends_are_killed() -> None:
     before = files()
     with Child(produce, CONFIG) as writer, Child(consume, CONFIG) as reader:

@@ -129,6 +129,7 @@ def spoken(track: list[int], prompt: list[int] = PROMPT, hidden: list[int] | Non
 STAGES = {"talker": talker, "code2wav": code2wav}
 
 
+@pytest.mark.slow
 def test_text_that_is_held_while_the_talker_has_some_is_spoken_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qwen3_flow, "MOST_JOINED", -6)
     flow = partial(SpeechFlow, speech(), text=ChunkSchedule((1,)), frames=ChunkSchedule((2,), 12.5))

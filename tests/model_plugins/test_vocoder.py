@@ -64,6 +64,7 @@ def test_any_shape_of_the_network_equals_unchunked(changes: dict[str, object]) -
         check_equal(stream(vocoder_like(model), codes, schedule), expected(model, codes))
 
 
+@pytest.mark.slow
 def test_the_released_rates() -> None:
     model = reference(small_config(**RELEASED_RATES), seed=5)
     vocoder = vocoder_like(model)

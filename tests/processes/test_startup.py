@@ -36,7 +36,8 @@ def says_ready(log: Path) -> bool:
 
 
 @pytest.mark.usefixtures("new_process")
-@pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("kept", [True, False])
 def test_the_terminal_has_one_line_a_stage(tiny: Path, tmp_path: Path, kept: bool) -> None:
     terminal, logs = tmp_path / "terminal", tmp_path / "logs"
     config = tmp_path / "stages.yaml"

@@ -31,6 +31,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return MODELS[request.param]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_bytes_and_another_one_other_weights(model: Any, tmp_path: Path) -> None:
     write, files, weights = model
     before = torch.get_rng_state()

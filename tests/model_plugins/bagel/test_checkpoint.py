@@ -211,6 +211,7 @@ def test_an_edit_and_an_image_together(released: Bagel) -> None:
     assert {image.latent.dtype for image in images} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_files_of_the_released_shape(tmp_path: Path) -> None:
     directory = write_bagel(tmp_path / "model", released_shape=True)
     sizes = checkpoint_sizes(directory)

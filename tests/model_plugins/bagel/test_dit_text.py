@@ -82,6 +82,7 @@ def ask(engine: Room, name: str, parts: Sequence[Part], model: Bagel, **given: A
     engine.add(name, ids, params(model, **given), features)
 
 
+@pytest.mark.slow
 def test_replies_and_a_picture_together_equal_the_reference(model: Bagel, room: Callable[..., Room]) -> None:
     engine, expected = room(), golden("t2i_fp32")
     engine.draw("picture", draw_of(model, expected.parts, expected.parameters))

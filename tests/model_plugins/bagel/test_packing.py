@@ -192,6 +192,7 @@ def test_without_a_compiler_the_layers_are_not_compiled(
 # -- the benchmark `bagel_steps.py` --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_packed_and_single_requests_do_the_same_work(
     benchmark: Callable[[str], ModuleType], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_options_of_transformers(solver: Solver, token2wav: Token2Wav, oracle: O
     assert (torch.cat(waves) - whole).abs().max() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_times_of_any_number_of_requests_keep_a_bounded_memory(token2wav: Token2Wav) -> None:
     dit = token2wav._dit
     solvers = [Solver(num_steps=steps, guidance_scale=scale) for steps in (2, 3, 4) for scale in (0.0, 0.1, 0.2)]

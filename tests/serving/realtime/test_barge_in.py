@@ -153,6 +153,7 @@ async def interrupted(chunks: list[tuple[int, int]], at_ms: int, event: dict[str
     return client
 
 
+@pytest.mark.slow
 @given(chunks=CHUNKS, at_ms=st.integers(0, 3000), event=st.sampled_from([CANCEL, SPEAK]))
 @settings(max_examples=100, deadline=None)
 def test_no_sound_is_sent_after_an_interruption_and_at_most_400_ms_are_ahead_of_playing(
