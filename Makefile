@@ -32,9 +32,8 @@ test: setup ## run the tests of every capability, in JOBS processes (2); DEEP=1 
 test-all: setup ## run all tests that need no GPU: also endurance, accuracy and all combinations of kills
 	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -n $(JOBS) --durations=20 $(if $(DEEP),--hypothesis-profile=deep)
 
-# One process more than cores: these tests wait for a time that must pass, a fifth of the time.
 quick: setup ## run the tests that start no engine and no other process and take no seconds, in a minute
-	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not engine and not extended and not slow" -n $$(($(JOBS) + 1)) --durations=20
+	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -m "not engine and not extended and not slow" -n $(JOBS) --durations=20
 
 faults: setup ## make deliberate faults in copies, and check that the tests find them (half an hour)
 	$(PYTHON) -m tests.faults
