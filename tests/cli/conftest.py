@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -14,14 +15,15 @@ import pytest
 
 from vllm_omni_ext.cli import model as model_facts
 from vllm_omni_ext.model_plugins.qwen3_omni import facts
+from vllm_omni_ext.patching import seams
 
 read_config, described = model_facts.get_config, facts.described
 
 
 @pytest.fixture(scope="session", autouse=True)
 def configs_are_read_once() -> Iterator[None]:
-    """Each test makes plans of the same checkpoints. Transformers takes longer for a config and its tensors than all
-    the rest.
+    """Each test makes plans of the same checkpoints, and checks the same vLLM. Transformers' configs and tensors, and
+    the fingerprints, take longer than all the rest.
     """
     known: dict[str, Any] = {}
     tensors: dict[bytes, Any] = {}
@@ -37,7 +39,11 @@ def configs_are_read_once() -> Iterator[None]:
             tensors[asked] = described(*args)
         return dict(tensors[asked])
 
-    with mock.patch.object(model_facts, "get_config", read), mock.patch.object(facts, "described", describe):
+    with (
+        mock.patch.object(model_facts, "get_config", read),
+        mock.patch.object(facts, "described", describe),
+        mock.patch.object(seams, "fingerprint", functools.cache(seams.fingerprint)),
+    ):
         yield
 
 

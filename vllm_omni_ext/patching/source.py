@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import inspect
@@ -116,7 +115,6 @@ def extract(text: str, qualname: str) -> str | None:
     return textwrap.dedent(_TRAILING.sub("\n", block))
 
 
-@functools.cache  # a command checks the same definitions more than once
 def fingerprint(code: str) -> str:
     """Return a hash, `DIGEST_CHARS` hex digits, of the tokens of a definition without comments, docstrings and layout.
 

@@ -3,9 +3,9 @@
 Every loader in vLLM's registry is replaced by a loader of the same name that runs the original in another process.
 Thus `--media-io-kwargs` and VLLM_VIDEO_LOADER_BACKEND keep their effect.
 
-The processes are forked by a fork server. It has one thread and none of the open files of the API server, of which it
-is a fork (`start_fork_server`): a new process would import vLLM for 5 to 10 s. A process sends a msgpack header and raw
-bytes, so the API server unpickles no data.
+The processes are forked by a fork server, which is a fork of the API server (`start_fork_server`): a new process would
+import vLLM for 5 to 10 s. The fork server has one thread and none of the API server's open files. A process sends a
+msgpack header and raw bytes, so the API server unpickles no data.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ MAX_HEADER_BYTES = 16 << 20
 PIECE_BYTES = 64 << 20
 """Bytes of each piece in which an array is sent, so that no process holds two copies of the whole array."""
 
-
 PRELOADED = ["__main__", __name__]
-"""Modules that the fork server imports if it is not a fork of this process."""
+"""Modules that the fork server imports before it forks. A fork of this process has imported all but the first."""
 
 
 class ReadFailed(ValueError):
@@ -121,9 +120,8 @@ def _fork(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
         for descriptor in {*map(int, os.listdir("/dev/fd"))} - {0, 1, 2, *passfds}:
             with contextlib.suppress(OSError):  # that of the folder is closed already
                 os.close(descriptor)
-        exec(args[-1], {})
-    except SystemExit:  # the API server has ended
-        pass
+        with contextlib.suppress(SystemExit):  # the API server has ended
+            exec(args[-1], {})
     except BaseException:
         traceback.print_exc()
     finally:
