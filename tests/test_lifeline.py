@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.pace import pace
-from vllm_omni_ext.lifeline import die_with_parent, end_processes, how_it_ended, leave_interrupts_to_parent
+from vllm_omni_ext.lifeline import (
+    STOPS,
+    die_with_parent,
+    end_on_signals,
+    end_processes,
+    exit_on_signals,
+    how_it_ended,
+    leave_interrupts_to_parent,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")]
 FORK = multiprocessing.get_context("fork")
@@ -25,7 +36,11 @@ def forked(body: Callable[[], None]) -> int:
     """Run something in a child, which ends without cleaning up."""
     pid = os.fork()
     if pid == 0:
-        body()
+        try:
+            body()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
     return pid
 
@@ -76,6 +91,44 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_child() -> None:
         os._exit(7)
 
     assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 7
+
+
+def interrupt() -> None:
+    """Send this process SIGTERM, and drop SystemExit, as Python does in functions of `os.register_at_fork`."""
+    with contextlib.suppress(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("side", ["after_in_child", "after_in_parent", "before"])
+def test_no_signal_is_lost_that_arrives_while_a_process_forks(side: str) -> None:
+    """The child has the handlers of its parent, and ends; in the parent the event is set, also without SystemExit."""
+
+    def parent() -> None:
+        stopping, complete = threading.Event(), []
+        hooks: Any = {side: lambda: (os.kill(os.getpid(), signal.SIGTERM), complete.append(True))}
+        os.register_at_fork(**hooks)
+        exit_on_signals(stopping)
+        with contextlib.suppress(SystemExit):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(7)
+        status = 0 if side == "after_in_child" else 7
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == status
+        assert stopping.is_set() == (side != "after_in_child")
+        assert side == "after_in_child" or complete  # a function that releases a lock is not interrupted
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOPS)
+        os._exit(3)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(parent), 0)[1]) == 3
+
+
+def test_a_signal_ends_a_process_where_exceptions_are_dropped() -> None:
+    def child() -> None:
+        end_on_signals()
+        interrupt()
+        os._exit(7)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 0
 
 
 def test_the_end_of_a_process_is_a_text() -> None:

@@ -1,6 +1,7 @@
 """Ties a process to its parent: the process ends when its parent has ended, and ignores Ctrl-C.
 
-Also ends processes (`end_processes`), and describes the end of a process (`how_it_ended`).
+Also handles the signals that end a process (`exit_on_signals`), ends processes (`end_processes`), and describes the end
+of a process (`how_it_ended`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from typing import Any
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a server."""
 
 SHARED = "/dev/shm"
 """Folder of POSIX shared memory on Linux."""
@@ -57,6 +62,39 @@ def end_with_process(pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="omni-lifeline", daemon=True).start()
+
+
+def exit_on_signals(stopping: threading.Event) -> None:
+    """Make `STOPS` set `stopping` and raise SystemExit in this process; called once, in its main thread.
+
+    A fork of this process that has no handlers of its own yet exits with status 0 instead. Signals that arrive during a
+    fork are handled after the functions of `os.register_at_fork`: Python drops what is raised there, and a lock that
+    such a function releases, as that of `logging`, would stay locked. An exception of a handler may still be dropped
+    after all these functions, so the caller must look at `stopping` after a fork in the main thread.
+    """
+    process = os.getpid()
+
+    def stop(*_: Any) -> None:
+        if os.getpid() != process:
+            os._exit(0)
+        stopping.set()
+        raise SystemExit(0)
+
+    for number in STOPS:
+        signal.signal(number, stop)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)
+    os.register_at_fork(  # the last registered function runs first before a fork, and last after it
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPS), after_in_parent=unblock, after_in_child=unblock
+    )
+
+
+def end_on_signals() -> None:
+    """Make `STOPS` end this process at once with status 0; for a process that has accepted no request yet.
+
+    Not by an exception: it may arise where exceptions are dropped, as in a function of `os.register_at_fork`.
+    """
+    for number in STOPS:
+        signal.signal(number, lambda *_: os._exit(0))
 
 
 def leave_interrupts_to_parent() -> None:

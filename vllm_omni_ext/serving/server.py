@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,7 +25,7 @@ from vllm_omni_ext.coordinator.members import Member
 from vllm_omni_ext.engine.replica_identity import ReplicaIdentity
 from vllm_omni_ext.errors import ConfigError, OmniError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.lifeline import die_with_parent, end_processes
+from vllm_omni_ext.lifeline import die_with_parent, end_on_signals, end_processes, exit_on_signals
 from vllm_omni_ext.memory import malloc_trim
 from vllm_omni_ext.metrics import DIRECTORY, mark_dead, share
 from vllm_omni_ext.runtime import control as messages
@@ -68,13 +67,7 @@ def serve(plan: Plan, args: Namespace) -> int:
         SystemExit: a signal to stop has arrived.
     """
     stopping = threading.Event()
-
-    def stop(*_: Any) -> None:
-        stopping.set()
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    exit_on_signals(stopping)
     try:
         listen_address, sock = setup_server(args, reuse_port=False)
     except OSError as error:
@@ -162,6 +155,8 @@ class Head:
             return run_api_server, (connections, control, listen_address, sock, args)
 
         servers = self._open.enter_context(ApiServers(deployment, self._coordination.views, server))
+        if self._stopping.is_set():  # SystemExit was dropped in a fork
+            raise SystemExit(0)
         with spinner("loading") as show, deployment.progress.shown(show):
             deployment.wait()
         malloc_trim()
@@ -270,8 +265,7 @@ def run_api_server(
 
     die_with_parent(connections.head)
     name_process(f"api-server/{connections.client_index}")
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the HTTP server installs its own handlers
-        signal.signal(number, lambda *_: sys.exit(0))
+    end_on_signals()  # until the HTTP server installs its own handlers
     video.start_fork_server()  # this process has one thread here
     decorate_logs()
     load_general_plugins()  # registers the plugins' models in this spawned process
