@@ -419,6 +419,30 @@ async def test_a_replica_that_ends_while_it_is_connected_is_closed_and_never_up(
     assert FAR not in bench.pool.replicas and FAR not in bench.replica_connections.about and bench.joined == []
 
 
+async def test_requests_move_also_if_the_next_process_ends_during_the_move(bench: Bench) -> None:
+    """The loss of the first process was not read yet when the second one was connected."""
+    await bench.open("a", "b")
+    (moved,) = [name for name in "ab" if bench.where(name) == A]
+    sent, other = asyncio.Event(), bench.of(B)
+
+    async def add(request: Any) -> None:
+        await sent.wait()
+        other.sent.append(request.request_id)
+
+    with mock.patch.object(other, "add", add):
+        listeners: Any = None
+        bench.replica_connections.ready(A, HERE, listeners)
+        async with asyncio.timeout(30):
+            while A in bench.replica_connections.replicas:
+                await asyncio.sleep(0.001)
+        bench.replica_connections.ended(A, "gone", again=True)
+        await bench.settle()
+        sent.set()
+        await bench.settle()
+    assert bench.where(moved) == B and len(other.sent) == 2
+    assert A not in bench.pool.replicas and bench.joined == []
+
+
 @pytest.mark.parametrize("seed", seeds(60))
 async def test_any_order_of_the_heads_messages_ends_in_the_same_state(bench: Bench, seed: int) -> None:
     """At the end the pool has the replicas that were ready last, others are closed, and no request is lost but those

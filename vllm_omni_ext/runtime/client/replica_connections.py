@@ -298,7 +298,12 @@ class ReplicaConnections:
             await self._orchestrator.never_up(replica, f"it cannot be connected: {error}")
             return
         if (before := self.replicas.get(replica)) is not None:  # its process has ended, but `_drop` has not run
-            await self._drop(before, "another process has its place")
+            dropped = self._spawn(self._drop(before, "another process has its place"))
+            try:
+                await asyncio.shield(dropped)  # its requests move also if this replica has ended too
+            except asyncio.CancelledError:
+                connected.close(timeout=0)
+                raise
         self._connect_tasks.pop(replica, None)
         self._count_restarts(replica, about.restarts)
         self.about[replica] = about
