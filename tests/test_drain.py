@@ -119,11 +119,19 @@ async def test_new_requests_are_refused_during_drain(omni: Any) -> None:
 async def test_shutdown_from_another_thread_waits_for_requests_and_then_closes(
     omni: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if the loop removes a lost replica while the connections are closed."""
     from vllm_omni_ext.runtime.client.calls import TargetedLLM
 
     happened: list[str] = []
     monkeypatch.setattr(TargetedLLM, "shutdown", lambda self, timeout: happened.append("closed"))
-    omni._fleet_open = SimpleNamespace(loop=asyncio.get_running_loop(), replicas={})
+    replicas: dict[str, Any] = {}
+
+    def close(timeout: float) -> None:
+        happened.append("connection closed")
+        replicas.pop("b", None)
+
+    replicas |= dict.fromkeys("ab", SimpleNamespace(close=close))
+    omni._fleet_open = SimpleNamespace(loop=asyncio.get_running_loop(), replicas=replicas)
     monkeypatch.setattr(omni, "_stop", lambda: happened.append("stopped"), raising=False)
     await opened(omni, "r")
     thread = threading.Thread(target=omni.shutdown, args=(LONG_S,))
@@ -135,4 +143,4 @@ async def test_shutdown_from_another_thread_waits_for_requests_and_then_closes(
     await omni.orchestrator.abort(["r"])
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)
-    assert sorted(happened) == ["closed", "stopped"]
+    assert sorted(happened) == ["closed", *["connection closed"] * 2, "stopped"]

@@ -492,7 +492,7 @@ class AsyncOmni(TargetedLLM):
                 self._stop()
             else:
                 replica_connections.loop.call_soon_threadsafe(self._stop)
-        for replica in replica_connections.replicas.values():
+        for replica in tuple(replica_connections.replicas.values()):  # the loop may remove one meanwhile
             replica.close(timeout)
         super().shutdown(timeout)
 
