@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -67,25 +67,26 @@ def end_with_process(pid: int) -> None:
 def exit_on_signals(stopping: threading.Event) -> None:
     """Make `STOPS` set `stopping` and raise SystemExit in this process; called once, in its main thread.
 
-    A fork of this process that has no handlers of its own yet exits with status 0 instead. Signals that arrive during a
-    fork are handled after the functions of `os.register_at_fork`: Python drops what is raised there, and a lock that
-    such a function releases, as that of `logging`, would stay locked. An exception of a handler may still be dropped
-    after all these functions, so the caller must look at `stopping` after a fork in the main thread.
+    A fork of this process that has no handlers of its own yet exits with status 0 instead. A signal that arrives while
+    the main thread forks only sets `stopping`, so the caller must look at it after a fork: Python drops what is raised
+    in a function of `os.register_at_fork`, and a lock that it releases, as that of `logging`, would stay locked.
     """
-    process = os.getpid()
+    process, forking = os.getpid(), threading.Event()
 
-    def stop(*_: Any) -> None:
+    def stop(*_: Any) -> None:  # runs in the main thread
         if os.getpid() != process:
             os._exit(0)
         stopping.set()
-        raise SystemExit(0)
+        if not forking.is_set():
+            raise SystemExit(0)
+
+    def if_main(change: Callable[[], None]) -> Callable[[], None]:
+        return lambda: change() if threading.current_thread() is threading.main_thread() else None
 
     for number in STOPS:
         signal.signal(number, stop)
-    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)
-    os.register_at_fork(  # the last registered function runs first before a fork, and last after it
-        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPS), after_in_parent=unblock, after_in_child=unblock
-    )
+    # The last registered function runs first before a fork, and last after it.
+    os.register_at_fork(before=if_main(forking.set), after_in_parent=if_main(forking.clear))
 
 
 def end_on_signals() -> None:
