@@ -8,6 +8,8 @@ import pickle
 import queue
 import sys
 import threading
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -107,6 +109,38 @@ async def test_blocks_of_failed_transfers_are_freed_at_once(
     with pytest.raises(AssertionError) if isinstance(answer, Exception) else contextlib.nullcontext():
         await sender.send_kv_to_decode(b"", AsyncMock(), ASKED)
     assert (sender.finished_sending_reqs, set(sender.reqs_need_send)) == (freed, {f"t{n}" for n in {"a", "b"} - freed})
+
+
+@pytest.mark.parametrize("expires", [False, True])
+async def test_blocks_of_a_failed_transfer_are_freed_when_the_last_write_of_them_has_ended(
+    expires: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, ends, asked = Sender(), asyncio.Event(), SimpleNamespace(req_blocks={"da": ("ta", [[1]])})
+    await sender.step({"a": ("ta", [[1]])})
+    sender.reqs_need_send["ta"].need_send = 3
+
+    async def stock(self: Sender, identity: bytes, sock: Any, meta: Any) -> None:
+        entry = self.reqs_need_send["ta"]
+        entry.sending += 1
+        if identity == b"slow":
+            await ends.wait()
+        entry.sending -= 1
+        names = {"err_reqs": ["da"]} if identity == b"fails" else {"ok_reqs": ["da"]}
+        answer = MooncakeXferResponse(status=Status.FINISH, **names)
+        await sock.send_multipart((identity, msgspec.msgpack.encode(answer)))
+
+    monkeypatch.setattr(MooncakeConnectorWorker, "send_kv_to_decode", stock)
+    slow = asyncio.create_task(sender.send_kv_to_decode(b"slow", AsyncMock(), asked))
+    await asyncio.sleep(0)
+    for identity in (b"fails", b"other"):
+        await sender.send_kv_to_decode(identity, AsyncMock(), asked)
+        assert (sender.finished_sending_reqs, set(sender.reqs_need_send)) == (set(), {"ta"})
+    if expires:
+        del sender.reqs_need_send["ta"]
+    ends.set()
+    await slow
+    assert (sender.finished_sending_reqs, sender.reqs_need_send) == (set() if expires else {"a"}, {})
+    assert not sender._failed_while_sending
 
 
 @pytest.mark.parametrize(
@@ -281,10 +315,13 @@ async def test_a_cancelled_transfer_is_not_requested(monkeypatch: pytest.MonkeyP
     asked: list[Any] = []
     receiver, wanted = Receiver(), metas("a", "b")
     await begin(receiver, wanted, monkeypatch)
-    monkeypatch.setattr(MooncakeConnectorWorker, "receive_kv", lambda self, engine, some: asked.extend(some))
+    monkeypatch.setattr(MooncakeConnectorWorker, "receive_kv", lambda self, engine, some: asked.append([*some]))
     receiver._handle_failed_recv(wanted, ["a"], "late")
     receiver.receive_kv("e", wanted)
-    assert asked == ["b"]
+    assert asked == [["b"]]
+    receiver._handle_failed_recv(wanted, ["b"], "late")
+    receiver.receive_kv("e", wanted)
+    assert asked == [["b"]], "no prefill worker answers an empty query"
 
 
 def test_without_the_library_the_error_names_the_packages_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +363,47 @@ def test_totals_are_kept_after_an_interval() -> None:
         "received": 2,
         "waited_seconds": 0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        (lambda stats: stats.record_transfer(0.5, 100, 2), "transfers"),
+        (lambda stats: stats.record_failed_transfer(), "failed_transfers"),
+    ],
+    ids=["sent", "failed"],
+)
+def test_totals_count_the_transfers_of_all_threads(record: Callable[[TransferStats], None], name: str) -> None:
+    stats, lock, goes_on = TransferStats(), threading.Lock(), threading.Event()
+
+    class Lock(contextlib.AbstractContextManager[None]):
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                goes_on.set()
+                lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    def record_in_other_thread() -> None:
+        record(stats)
+        goes_on.set()
+
+    other = threading.Thread(target=record_in_other_thread, daemon=True)
+
+    class Totals(Counter[str]):
+        """Before the first change, the other thread runs until it has ended or waits for the lock."""
+
+        def __setitem__(self, key: str, value: int) -> None:
+            if other.ident is None:
+                other.start()
+                assert goes_on.wait(30)
+            super().__setitem__(key, value)
+
+    stats._lock, stats.totals = Lock(), Totals({name: 0})
+    record(stats)
+    other.join()
+    assert stats.totals[name] == 2
 
 
 WORKER = {"dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "addr": "tcp://127.0.0.1:1"}

@@ -203,6 +203,19 @@ def test_a_pause_completes_when_no_request_can_run_and_they_run_after_it(schedul
     assert steps(scheduler) == [{"stuck": 1}, {"stuck": 1}]
 
 
+def test_a_request_that_waits_gets_a_place_that_became_free_during_a_pause(scheduler: Any) -> None:
+    for name in ("first", "second"):
+        scheduler.add_request(opened(name, prompt_positions=SIZE - 1))
+    scheduler.add_request(opened("third", prompt_positions=SIZE))
+    assert "third" not in {name for step in steps(scheduler) for name in step}
+    assert not scheduler.has_requests(), "the others have both places"
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+    assert steps(scheduler) == [] and not scheduler.has_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert steps(scheduler) == [{"third": BUDGET}, {"third": SIZE - BUDGET}]
+
+
 def test_a_pause_waits_for_a_step_that_is_under_way(scheduler: Any) -> None:
     scheduler.add_request(opened(prompt_positions=SIZE - 1))
     scheduler.schedule()

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.schedulers import OwnScheduler
 from tests.support.cluster import until
@@ -65,9 +66,9 @@ def test_steps_that_overlap_are_idle_only_when_all_have_ended() -> None:
 CALL = object()
 
 
-def looping() -> tuple[LoopClock, Any, StepWatch]:
+def looping(*, paused: bool = False) -> tuple[LoopClock, Any, StepWatch]:
     """Return the clock of a loop after its first step, its input queue, and its watch without a thread."""
-    clock, inputs = LoopClock(), queue.Queue[Any]()
+    clock, inputs = LoopClock(lambda: paused), queue.Queue[Any]()
     clock.follow(inputs, CALL)
     clock.begun = clock.ended = 1
     return clock, inputs, StepWatch(clock, 60.0, lambda: None)
@@ -114,6 +115,18 @@ def test_a_call_has_a_limit_of_its_own() -> None:
     assert hung_after(watch) == FATAL_TICKS * int(CALL_LIMIT_S / 60.0) + 1
     inputs.empty()
     assert not clock.calling and hung_after(watch) == FATAL_TICKS + 1
+
+
+def test_a_sleep_that_completes_after_its_call_has_the_limit_of_a_call() -> None:
+    """vLLM completes it in the loop when the last step has ended; that step keeps its own limit."""
+    clock, inputs, watch = looping(paused=True)
+    inputs.put((CALL, "sleep"))
+    inputs.get()
+    clock.begun += 1
+    inputs.empty()
+    assert hung_after(watch) == FATAL_TICKS + 1
+    clock.ended += 1
+    assert hung_after(watch) == FATAL_TICKS * int(CALL_LIMIT_S / 60.0) + 1
 
 
 def test_the_first_step_has_more_time() -> None:
@@ -192,6 +205,9 @@ def test_the_agent_watches_the_steps_of_its_scheduler(watch: Mock) -> None:
     assert (clock.begun, clock.ended) == (1, 0)
     assert scheduler.update_from_output(scheduled, "done").keys() == {0, 1}
     assert (clock.begun, clock.ended) == (1, 1)
+    assert not clock.in_call
+    scheduler.pause_state = PauseState.PAUSED_NEW
+    assert clock.in_call
     scheduler.shutdown()
     watch.return_value.stop.assert_called_once()
 

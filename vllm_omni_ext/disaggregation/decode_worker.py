@@ -93,7 +93,8 @@ class ReceiveMixin(MooncakeConnectorWorker):
         transfers = _transfers(pull_metas)
         wanted = {name: meta for name, meta in pull_metas.items() if not meta.failed}
         try:
-            super().receive_kv(remote_engine_id, wanted)
+            if wanted:  # a prefill worker never answers an empty query
+                super().receive_kv(remote_engine_id, wanted)
         except (AssertionError, KeyError) as error:  # sizes that do not match, or a worker that is not registered yet
             self._remote_agents.pop(remote_engine_id, None)
             self._handle_failed_recv(wanted, list(wanted), f"{remote_engine_id} cannot be queried: {error!r}")

@@ -106,26 +106,24 @@ class TransferStats(MooncakeKVConnectorStats):
 
     def record_transfer(self, duration_s: float, total_bytes: int, num_descs: int) -> None:
         super().record_transfer(duration_s, total_bytes, num_descs)
-        self.totals.update(transfers=1, bytes=total_bytes)
-        self.totals["seconds"] += duration_s  # type: ignore[assignment]
+        self._count(transfers=1, bytes=total_bytes, seconds=duration_s)
 
     def record_failed_transfer(self) -> None:
         super().record_failed_transfer()
-        self.totals["failed_transfers"] += 1
+        self._count(failed_transfers=1)
 
     def record_failed_recv(self) -> None:
         super().record_failed_recv()
-        self.totals["failed_receives"] += 1
+        self._count(failed_receives=1)
 
     def record_kv_expired_req(self) -> None:
         super().record_kv_expired_req()
-        self.totals["expired"] += 1
+        self._count(expired=1)
 
     def record_received(self, seconds: float) -> None:
         with self._lock:
             self.data[WAITED].append(seconds)
-        self.totals["received"] += 1
-        self.totals["waited_seconds"] += seconds  # type: ignore[assignment]
+        self._count(received=1, waited_seconds=seconds)
 
     def clone_and_reset(self) -> TransferStats:
         """Return the statistics since the last call, in a form that can be sent; reset all but `totals`."""
@@ -133,6 +131,12 @@ class TransferStats(MooncakeKVConnectorStats):
             data: dict[str, Any] = {name: list(column) for name, column in self.data.items()}
             self.reset()
         return TransferStats(data=data)
+
+    def _count(self, **amounts: float) -> None:
+        """Add to the totals of these names. Several threads send blocks at the same time."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self.totals[name] += amount  # type: ignore[assignment]
 
 
 class OmniMooncakeScheduler(MooncakeConnectorScheduler):

@@ -42,6 +42,7 @@ class SendMixin(MooncakeConnectorWorker):
             kv_retention_s: seconds that blocks are kept for a decode replica after the prompt was computed.
         """
         self._kv_retention_s = kv_retention_s
+        self._failed_while_sending: set[str] = set()
 
     async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
         """Record the scheduler's report on this step's requests: begun, finished (with blocks), or not to be sent."""
@@ -76,14 +77,22 @@ class SendMixin(MooncakeConnectorWorker):
         finally:
             if answers.all_failed:
                 answers.failed.update(meta.req_blocks)
-            self._drop(meta.req_blocks[name][0] for name in answers.failed if name in meta.req_blocks)
+            failed = {meta.req_blocks[name][0] for name in answers.failed if name in meta.req_blocks}
+            self._drop(failed | self._failed_while_sending.intersection(each for each, _ in meta.req_blocks.values()))
             self.news.set()
 
     def _drop(self, transfers: Iterable[str]) -> None:
-        """Free the blocks of failed transfers, which decode workers do not query again."""
+        """Free the blocks of failed transfers, which decode workers do not query again.
+
+        Blocks that are being sent to another decode worker are freed at the end of that worker's query.
+        """
         for transfer_id in transfers:
             entry = self.reqs_need_send.get(transfer_id)
-            if entry is None or entry.sending:
+            if entry is not None and entry.sending:
+                self._failed_while_sending.add(transfer_id)
+                continue
+            self._failed_while_sending.discard(transfer_id)
+            if entry is None:
                 continue
             if entry.ready.is_set():
                 del self.reqs_need_send[transfer_id]

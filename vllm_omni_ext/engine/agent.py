@@ -51,7 +51,7 @@ class ReplicaAgent:
         self._scheduler = scheduler
         self._step_timeout_s = step_timeout_s
         self._watch: StepWatch | None = None
-        self.clock = LoopClock()
+        self.clock = LoopClock(self._paused)
         self._requests: WeakSet[Request] = WeakSet()
         self._reporter: Reporter | None = None
 
@@ -88,8 +88,7 @@ class ReplicaAgent:
         if self._watch is not None and self._watch.late:
             return None
         running, waiting = self._scheduler.get_request_counts()
-        asleep = self._scheduler.pause_state != PauseState.UNPAUSED
-        return Load(waiting, running, self._scheduler.get_kv_cache_usage(), asleep=asleep)
+        return Load(waiting, running, self._scheduler.get_kv_cache_usage(), asleep=self._paused())
 
     def intercept(self, request: Request) -> bool:
         """Execute a request that is a command to the agent (key `ABORT_CLIENT` in `extra_args`); return whether it is.
@@ -116,6 +115,9 @@ class ReplicaAgent:
             self._watch.stop()
         if self._reporter is not None:
             self._reporter.stop()
+
+    def _paused(self) -> bool:
+        return self._scheduler.pause_state != PauseState.UNPAUSED
 
     def _watch_steps(self, enrolled: ReplicaIdentity | None) -> None:
         if self._step_timeout_s is None:

@@ -197,7 +197,9 @@ class StreamingInput(Scheduler):
         output.chunks = {req_id: self._chunks.pop(req_id) for req_id in due}  # type: ignore[attr-defined]
         read = [req_id for req_id in output.num_scheduled_tokens if req_id in self._arrived]
         output.arrived = {req_id: self._arrived.pop(req_id) for req_id in read}  # type: ignore[attr-defined]
-        self._blocked = not output.num_scheduled_tokens and self._needs_input()
+        # During a pause a step computes nothing although waiting requests may have places.
+        unpaused = self.pause_state is PauseState.UNPAUSED
+        self._blocked = unpaused and not output.num_scheduled_tokens and self._needs_input()
         return output
 
     def _needs_input(self) -> bool:

@@ -5,7 +5,8 @@ during a hang, so their heartbeats do not show the state of the loop. The loop t
 `LoopClock`, which a thread (`StepWatch`) reads. The loop has work unless it waits for its empty input queue. After the
 limit without a turn, the replica sends no heartbeats. After 1.5 times the limit, the process is ended; its supervisor
 moves its requests to other replicas and starts it again. A call (a utility of vLLM: sleep, LoRA load, `collective_rpc`)
-has its own limit, `CALL_LIMIT_S`.
+has its own limit, `CALL_LIMIT_S`. vLLM completes a pause or sleep that waits for running steps after the call has
+returned, in the loop. The limit of a call therefore also applies while the scheduler is paused and no step runs.
 
 A step that never releases Python's global interpreter lock stops that thread, too. For this case, the thread restarts
 a timer of the operating system at every reading. When the timer expires, the stacks of all threads are written into
@@ -50,9 +51,13 @@ class LoopClock:
         ended: number of steps that have ended.
         turns: number of times that the loop has read its input queue.
         calling: whether the loop executes a call (a utility of vLLM).
+
+    Args:
+        paused: returns whether the scheduler is paused; other threads call it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, paused: Callable[[], bool] = lambda: False) -> None:
+        self._paused = paused
         self.begun = 0
         self.ended = 0
         self.turns = 0
@@ -74,6 +79,11 @@ class LoopClock:
     def read(self) -> tuple[int, int, int]:
         """Return (`begun`, `ended`, `turns`); equal results of two calls show that the loop made no progress."""
         return self.begun, self.ended, self.turns
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the loop executes a call, or may complete one: a pause or sleep that waited for running steps."""
+        return self.calling or (self.begun == self.ended and self._paused())
 
     @property
     def idle(self) -> bool:
@@ -197,7 +207,7 @@ class StepWatch:
 
     def _patience(self) -> int:
         first = 1 if self._clock.ended else FIRST_STEP_FACTOR
-        return max(first, self._calls) if self._clock.calling else first
+        return max(first, self._calls) if self._clock.in_call else first
 
     def _run(self) -> None:
         self._wind_up()
