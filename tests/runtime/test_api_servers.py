@@ -318,6 +318,17 @@ def test_a_change_is_complete_when_all_live_api_servers_have_applied_it(stack: c
     assert running.restart(0).operator_state.asleep == frozenset(), "its next process is awake"
 
 
+def test_the_next_process_is_awake_also_after_a_sleep_that_crosses_the_end(stack: contextlib.ExitStack) -> None:
+    running, asleep = Running(stack), ReplicasSlept((NEW,), asleep=True)
+    running.join(NEW)
+    running.servers.ended(NEW, "killed", again=True)
+    running.servers._receive(0, msg.OperatorChange("id", asleep))
+    running.join(NEW)
+    assert running.restart(0).operator_state.asleep == frozenset()
+    running.servers._receive(0, msg.OperatorChange("id", asleep))
+    assert running.restart(0).operator_state.asleep == {NEW}, "the new process sleeps"
+
+
 def test_many_restarts_leave_no_open_files(stack: contextlib.ExitStack) -> None:
     running = Running(stack, restart_limit=100)
 

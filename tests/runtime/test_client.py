@@ -100,7 +100,7 @@ def test_later_client_reuses_the_ready_response_and_reaches_the_engine(context: 
     engine = Engine(context, listeners)
     engine.input.send(SAID)
     first = connected(listeners, None)
-    assert first.ready_response == SAID and first.core_engines == [ENGINE]
+    assert first.ready_response == SAID and first.core_engines == [ENGINE] and first.connected
     assert first.vllm_config.model_config.max_model_len == 64
     first.shutdown(timeout=0)
     second = connected(listeners, first.ready_response)
@@ -118,21 +118,47 @@ def test_messages_sent_before_the_engine_connects_reach_it(context: Any, listene
     late = threading.Timer(LATE_S, lambda: engines.append(Engine(context, listeners)))
     late.start()
     client = connected(listeners, SAID)
+    assert client.connected
     asyncio.run(client.abort_requests_async(["r"]))
     late.join()
     assert engines[0].received() == EngineCoreRequestType.ABORT.value
     client.shutdown(timeout=0)
 
 
-def test_waiting_for_a_hung_engine_has_a_limit(
-    listeners: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_waiting_for_a_hung_engine_has_a_limit(listeners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECT_MS", 50)
     client = connected(listeners, b"")
-    assert "has not connected" in caplog.text
+    assert not client.connected
     assert client.ready_response == b"" and client.vllm_config.model_config.max_model_len == 128
     asyncio.run(client.abort_requests_async(["r"]))  # is dropped without an error
     client.shutdown(timeout=0)
+
+
+async def test_the_connection_of_a_late_engine_can_be_awaited(
+    context: Any, listeners: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_MS", 10)
+    replica = StockReplica(ReplicaId("talker", 0), connected(listeners, SAID))
+    waiting = asyncio.create_task(replica.connection())
+    await asyncio.sleep(0)
+    assert not replica.connected
+    engine = Engine(context, listeners)
+    await asyncio.wait_for(waiting, ANSWER_MS / 1000)
+    assert replica.connected
+    await replica.abort(["r"])
+    assert engine.received() == EngineCoreRequestType.ABORT.value
+    replica.close(timeout=0)
+
+
+async def test_a_connection_that_is_awaited_can_be_closed(listeners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECT_MS", 10)
+    replica = StockReplica(ReplicaId("talker", 0), connected(listeners, SAID))
+    waiting = asyncio.create_task(replica.connection())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    replica.close(timeout=0)
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 @pytest.mark.parametrize(("response", "max_model_len"), [(SAID, 64), (b"", 128)], ids=["ready", "no response yet"])

@@ -114,7 +114,7 @@ def test_a_change_does_not_wait_for_a_dead_api_server() -> None:
     changes.make("id", SLEPT, (0, 1))
     assert changes.applied(1, "id") == []
     assert changes.server_lost(0) == ["id"]
-    changes.replica_ended(TALKER)
+    changes.mark_awake(TALKER)
     assert changes.state.asleep == frozenset(), "its next process is awake"
 
 

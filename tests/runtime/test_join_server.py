@@ -285,7 +285,17 @@ def test_the_end_of_a_replica_is_accepted_with_its_ticket_only(bench: Bench) -> 
     assert [told[0] for told in bench.servers.told] == ["listen", "ready"]
     bench.tell(Gone(ticket="t", reason="killed", again=True), other)
     bench.tell(Gone(ticket="t", reason="killed", again=True))
-    assert bench.servers.told[2:] == [("ended", name, "killed", True)] and bench.coordination.left == [name]
+    assert bench.servers.told[2:] == [("ended", name, "killed", False)] and bench.coordination.left == [name]
+
+
+def test_api_servers_expect_a_replica_that_restarts_only_from_its_next_join(bench: Bench) -> None:
+    """Its node may end during the pause before the restart."""
+    bench.ask(JOIN)
+    bench.tell(Gone(ticket="t", reason="killed", again=True))
+    assert bench.servers.told[-1] == ("ended", ReplicaId("talker", 1), "killed", False)
+    assert bench.lines[-1].endswith("it is started again there")
+    bench.ask(wish("u", index=1))
+    assert bench.servers.told[-1] == ("listen", ReplicaId("talker", 1), HOST)
 
 
 def test_a_forgotten_name_is_free_and_its_replica_must_join_again(bench: Bench) -> None:

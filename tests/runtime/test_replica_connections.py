@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -45,20 +45,28 @@ HERE, THERE = ReplicaInfo(host="here", pid=1), ReplicaInfo(host="there", pid=2)
 class Connected:
     """A connection that logs its messages; the test answers the fence."""
 
-    def __init__(self, replica: ReplicaId) -> None:
+    def __init__(self, replica: ReplicaId, *, connected: bool = True) -> None:
         self.id = replica
+        self.connected = connected
+        self.reached = asyncio.Event()
         self.sent: list[Any] = []
         self.closed = 0
         self.fences: list[asyncio.Future[None]] = []
         self._said: asyncio.Queue[Any] = asyncio.Queue()
 
+    async def connection(self) -> None:
+        await self.reached.wait()
+        self.connected = True
+
     async def add(self, request: Any) -> None:
+        assert self.connected, "the message would be dropped"
         self.sent.append(request.request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
         self.sent.append(("abort", *request_ids))
 
     async def fence(self) -> None:
+        assert self.connected
         self.sent.append("fence")
         self.fences.append(asyncio.get_running_loop().create_future())
         await self.fences[-1]
@@ -124,6 +132,7 @@ class Bench:
         ready_responses: Any = None,
         about: ReplicaInfo = HERE,
         restarts: Mapping[ReplicaId, int] | None = None,
+        unreached: Collection[ReplicaId] = (),
     ) -> None:
         self.connections: list[Connected] = []
         self.gates: list[threading.Event] = []
@@ -133,7 +142,7 @@ class Bench:
         self.delivered: list[tuple[ReplicaId, str]] = []
         self.joined: list[ReplicaId] = []
         self.lost: list[ReplicaId] = []
-        first = {replica: Connected(replica) for replica in (A, B)}
+        first = {replica: Connected(replica, connected=replica not in unreached) for replica in (A, B)}
         self.connections.extend(first.values())
         runtime: Any = FakeRuntime()
         self.registry = CollectorRegistry()
@@ -529,6 +538,106 @@ async def test_replica_silent_or_dead_before_its_fence_is_answered_takes_no_requ
     await bench.up(A)
 
 
+async def test_a_view_may_show_the_next_process_before_the_head_reports_the_end(bench: Bench) -> None:
+    await bench.view(entry(A))
+    await bench.view(entry(A, epoch=2))
+    bench.replica_connections.ended(A, "gone", again=True)
+    await bench.settle()
+    await bench.up(A)
+    bench.replica_connections.ended(B, "gone", again=False)
+    await bench.settle()
+    await bench.open("a")
+    await bench.up(B)
+    assert bench.where("a") == A
+    await bench.view(entry(A, State.DOWN, epoch=2), entry(B))
+    assert bench.where("a") == B
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_view_may_show_the_end_after_the_next_process_is_connected(bench: Bench, connected: bool) -> None:
+    """`connected`: the first process was connected before a view has shown it."""
+    if connected:
+        await bench.up(FAR)
+    await bench.view(entry(FAR))
+    if not connected:
+        await bench.up(FAR)
+    for replica in (A, B, FAR):
+        bench.replica_connections.ended(replica, "gone", again=replica == FAR)
+    await bench.settle()
+    await bench.up(FAR)
+    await bench.open("a")
+    for shown in (entry(FAR, State.DOWN), entry(FAR, epoch=2)):
+        await bench.view(shown)
+    assert bench.where("a") == FAR and bench.of(FAR).sent == ["a"]
+
+
+# -- replicas that do not connect -------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture
+async def replaced(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    """The connections of an API server that replaces a dead one while A cannot be reached."""
+    monkeypatch.setattr(replica_connections_module, "Watcher", Views)
+    made = Bench(client_index=2, ready_responses={}, unreached={A})
+    assert made.pool.replicas == (B,) and set(made.orchestrator.replicas) == {B}, "before any call can be sent"
+    await made.settle()
+    yield made
+    made.replica_connections.close()
+    await made.settle()
+
+
+@pytest.mark.parametrize("viewed", [True, False])
+async def test_an_unreached_replica_aborts_requests_of_dead_api_servers_before_it_gets_any(
+    replaced: Bench, viewed: bool
+) -> None:
+    connections = replaced.replica_connections
+    if viewed:
+        for state in (State.UP, State.DOWN, State.UP):
+            await replaced.view(entry(A, state), entry(B))
+    await replaced.open("a", "b")
+    assert replaced.where("a") == replaced.where("b") == B and connections.state(A) == "DOWN"
+    connections.forget_requests_of(1, 7.0)
+    await replaced.settle()
+    assert replaced.of(A).sent == []
+    replaced.of(A).reached.set()
+    await replaced.settle()
+    *forgotten, aborted, fence = replaced.of(A).sent
+    assert sorted(name.rpartition("-")[0] for name in forgotten) == ["abort-client-1", "abort-client-2"]
+    assert (aborted, fence) == (("abort",), "fence") and A not in replaced.pool.replicas
+    replaced.of(A).fences[0].set_result(None)
+    await replaced.settle()
+    await replaced.open("c")
+    assert replaced.where("c") == A and connections.state(A) == "UP"
+    await replaced.view(entry(A), entry(B))
+    assert len(replaced.of(A).fences) == 1
+    connections.forget_requests_of(0, 8.0)
+    await replaced.settle()
+    assert replaced.of(A).sent[-1] == "abort-client-0-8.0", "at once from now on"
+
+
+async def test_requests_wait_for_an_unreached_replica(replaced: Bench) -> None:
+    replaced.replica_connections.ended(B, "gone", again=False)
+    await replaced.settle()
+    await replaced.open("a")
+    assert replaced.where("a") is None and replaced.orchestrator.held()
+    replaced.of(A).reached.set()
+    await replaced.settle()
+    replaced.of(A).fences[0].set_result(None)
+    await replaced.settle()
+    assert replaced.where("a") == A
+
+
+async def test_an_unreached_replica_that_ends_is_connected_again(replaced: Bench) -> None:
+    first = replaced.of(A)
+    replaced.replica_connections.ended(A, "gone", again=True)
+    await replaced.settle()
+    assert first.closed == 1 and first.sent == []
+    await replaced.up(A)
+    replaced.replica_connections.forget_requests_of(1, 7.0)
+    await replaced.settle()
+    assert replaced.of(A).sent == ["abort-client-1-7.0"]
+
+
 @pytest.mark.parametrize("ended", [False, True])
 async def test_a_forgotten_replica_of_another_host_is_closed_and_not_shown(bench: Bench, ended: bool) -> None:
     await bench.up(FAR)
@@ -642,6 +751,32 @@ async def test_a_replica_is_shown_as_sleeping_from_the_call_until_it_is_woken(be
     connections.slept([A], asleep=True)
     connections.ended(A, "killed", again=True)
     assert A not in connections._asleep, "its next process is awake"
+
+
+async def test_the_next_process_is_awake_also_after_a_sleep_that_crosses_the_end(bench: Bench) -> None:
+    connections = bench.replica_connections
+    connections.ended(A, "gone", again=True)
+    connections.slept([A], asleep=True)
+    await bench.settle()
+    await bench.up(A)
+    await bench.settle()
+    assert connections.state(A) == "UP" and not bench.pool.is_asleep(A)
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+async def test_a_replica_that_is_put_to_sleep_while_it_is_connected_stays_asleep(bench: Bench, dropped: bool) -> None:
+    connections, before = bench.replica_connections, bench.of(A)
+    listeners: Any = None
+    connections.ended(A, "gone", again=True)
+    if dropped:
+        await bench.settle()
+    connections.ready(A, THERE, listeners)
+    connections.slept([A], asleep=True)
+    async with asyncio.timeout(30):
+        while bench.of(A) is before or A not in bench.pool.replicas:
+            await asyncio.sleep(0.001)
+    await bench.settle()
+    assert connections.state(A) == "SLEEPING" and bench.pool.is_asleep(A)
 
 
 async def test_metrics_show_failovers_waiting_requests_restarts_and_heartbeats(bench: Bench) -> None:

@@ -136,8 +136,8 @@ class OperatorChanges:
             missing.discard(server)
         return self._complete()
 
-    def replica_ended(self, replica: ReplicaId) -> None:
-        """Mark a replica whose process has ended as awake, because its next process starts awake."""
+    def mark_awake(self, replica: ReplicaId) -> None:
+        """Mark a replica as awake: its process has ended, or its next process is ready, which starts awake."""
         self.state = self.state.after(ReplicasSlept((replica,), asleep=False))
 
     def _complete(self) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -29,8 +28,6 @@ Listeners: TypeAlias = tuple[ZmqListener, ZmqListener]
 CONNECT_MS = 5000
 """Limit of the wait for a running engine to reconnect, in milliseconds; engines try several times a second."""
 
-log = logging.getLogger(__name__)
-
 ENGINE = (0).to_bytes(2, "little")
 """ZeroMQ identity of a replica's engine: vLLM's for the first engine of a client, and a replica is one engine."""
 
@@ -54,6 +51,8 @@ class Client(AsyncMPClient):
     """
 
     ready_response: bytes = b""
+    connected: bool = True
+    """Whether the engine has connected; only a client with the argument `ready_response` starts without."""
 
     def __init__(
         self,
@@ -74,15 +73,21 @@ class Client(AsyncMPClient):
             self._apply_ready_response(ready_response)
 
     def _await_connection(self) -> None:
-        """Wait until the engine has connected: ZeroMQ drops messages that are sent earlier, without an error.
+        """Wait at most `CONNECT_MS` until the engine has connected, and set `connected`.
 
-        After `CONNECT_MS` this only logs a warning. A hung engine never connects; it also stops sending heartbeats.
+        ZeroMQ drops messages that are sent earlier, without an error.
         """
         socket: zmq.Socket[bytes] = zmq.Socket.shadow(self.input_socket)
         socket.router_mandatory = True  # otherwise the socket always counts as writable
-        if not socket.poll(CONNECT_MS, zmq.POLLOUT):
-            log.warning("an engine has not connected within %d ms", CONNECT_MS)
+        self.connected = bool(socket.poll(CONNECT_MS, zmq.POLLOUT))
         socket.router_mandatory = False
+
+    async def connection(self) -> None:
+        """Wait without a limit until the engine has connected, and set `connected`. Until then, sending is an error."""
+        self.input_socket.router_mandatory = True  # as in `_await_connection`
+        await self.input_socket.poll(flags=zmq.POLLOUT)  # an event of the socket's file descriptor wakes the loop
+        self.input_socket.router_mandatory = False
+        self.connected = True
 
     @property
     def ctx(self) -> Any:
@@ -181,7 +186,7 @@ class StockReplica:
         media: the media that this process has sent to the replica; None: each request has all its media.
     """
 
-    def __init__(self, replica_id: ReplicaId, client: AsyncMPClient, media: SentMedia | None = None) -> None:
+    def __init__(self, replica_id: ReplicaId, client: Client, media: SentMedia | None = None) -> None:
         self.id = replica_id
         self.client = client
         self._media = media
@@ -189,6 +194,15 @@ class StockReplica:
         self._gone = False
         self.reason = ""
         """Reason why the replica's process has ended, from the supervisor; "" before."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the engine has connected. ZeroMQ drops messages that are sent earlier, without an error."""
+        return bool(self.client.connected)
+
+    async def connection(self) -> None:
+        """Wait until the engine has connected."""
+        await self.client.connection()
 
     async def add(self, request: EngineCoreRequest) -> None:
         """Send a request, or a chunk of one, to the engine.

@@ -194,11 +194,17 @@ class ReplicaConnections:
         self._pools = orchestrator.pools
         self._take, self._joined, self._lost = take, joined, lost
         self._members: dict[ReplicaId, Member] = {}
+        """The newest process of each replica in views."""
+        self._own: dict[ReplicaId, Member] = {}
+        """The process at the other end of each connection, as the first view since the connection shows it."""
         self._asleep = set(connections.operator_state.asleep)
         self._outdated: dict[ReplicaId, Any] = {}
         """Last load report from before the wake-up, by woken replica, until the replica's next report arrives."""
         self._lost_requests: dict[ReplicaId, tuple[str, ...]] = {}
         """Ids of the requests that were moved to other replicas, by the replica that misses heartbeats."""
+        self._unsent: dict[ReplicaId, dict[int, float]] = {}
+        """The replicas that have not connected since the start, with the arguments (`client`, `before`) of the calls of
+        `forget_requests_of` that they have missed."""
         self._connect_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._reattach_tasks: dict[ReplicaId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -212,6 +218,8 @@ class ReplicaConnections:
         self._mark_asleep(*self._asleep)
         for replica in self.replicas.values():
             self._spawn(self._read(replica))
+            if not replica.connected:
+                self._await_connection(replica)
         if self._connections.ready_responses is not None:
             self.forget_requests_of(self._connections.client_index, time.time())
         if self._connections.views is not None:
@@ -287,6 +295,7 @@ class ReplicaConnections:
 
     def ready(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
         """Start to connect to a replica that is ready; once connected, the replica gets requests. Returns at once."""
+        self._asleep.discard(replica)  # not in `_connect`: an operator may put the new process to sleep until then
         self._connect_tasks[replica] = self._spawn(self._connect(replica, about, listeners))
 
     async def _connect(self, replica: ReplicaId, about: ReplicaInfo, listeners: Listeners) -> None:
@@ -308,10 +317,17 @@ class ReplicaConnections:
         self._count_restarts(replica, about.restarts)
         self.about[replica] = about
         self.replicas[replica] = connected
+        if (member := self._members.get(replica)) is not None:
+            self._own[replica] = member
         self.connected(connected)
         self._joined(connected)
         self._spawn(self._read(connected))
-        await self._orchestrator.replica_up(connected)
+        await self._up(connected)
+
+    async def _up(self, replica: StockReplica) -> None:
+        await self._orchestrator.replica_up(replica)
+        if replica.id in self._asleep:
+            self._mark_asleep(replica.id)
 
     def _count_first_restarts(self) -> None:
         if self._connections.ready_responses is not None:
@@ -332,7 +348,10 @@ class ReplicaConnections:
             before: Unix time in seconds; requests that were sent later are kept.
         """
         for replica in self.replicas.values():
-            self._spawn(replica.add(abort_client(client, before)))
+            if replica.id in self._unsent:
+                self._unsent[replica.id][client] = before
+            else:
+                self._spawn(replica.add(abort_client(client, before)))
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """Handle the end, or the failed start, of a replica's process; `again`: the process will be restarted."""
@@ -346,6 +365,7 @@ class ReplicaConnections:
 
     def left(self, replica: ReplicaId) -> None:
         """Remove a replica of a headless node that the coordinator has removed."""
+        self._asleep.discard(replica)
         _cancel(self._connect_tasks, replica)
         self._spawn(self._remove(replica, self.replicas.get(replica)))
 
@@ -380,9 +400,11 @@ class ReplicaConnections:
         # ever.
         replica.close(timeout=0)
         del self.replicas[replica.id]
-        self._asleep.discard(replica.id)
+        self._unsent.pop(replica.id, None)
         self._lost_requests.pop(replica.id, None)
-        self._members.pop(replica.id, None)
+        # A late `Detach` of the ended process must not match. One of the next process must, if a view has shown it.
+        if (own := self._own.pop(replica.id, None)) is not None and self._members[replica.id] == own:
+            del self._members[replica.id]
         self.reports.pop(replica.id, None)
         self._lost(replica.id)
         await self._leave(replica.id, reason, ended=ended)
@@ -425,11 +447,37 @@ class ReplicaConnections:
         match change:
             case Attach(member):
                 self._members[replica] = member
-                if connected is not None and replica in self._lost_requests:
+                if connected is not None:
+                    self._own.setdefault(replica, member)
+                if connected is not None and replica in self._lost_requests and replica not in self._unsent:
                     self._reattach_tasks[replica] = self._spawn(self._attach_again(connected))
             case Detach(member, reason) if connected is not None and self._members.get(replica) == member:
                 self._orchestrator.announce(replica)  # the replica may return
                 self._lost_requests[replica] = await self._leave(replica, reason)
+
+    def _await_connection(self, replica: StockReplica) -> None:
+        """Send a replica nothing until it has connected; ZeroMQ would drop the messages.
+
+        The replica hangs or cannot be reached while this API server replaces one that has died. It is treated as a
+        replica that misses heartbeats.
+        """
+        log.warning("replica %s has not connected; it gets requests once it has", replica.id)
+        self._unsent[replica.id] = {}
+        self._lost_requests[replica.id] = ()
+        self._orchestrator.announce(replica.id)
+        # At once, because the start of the HTTP server calls all replicas of the pool without a time limit.
+        del self._orchestrator.replicas[replica.id]
+        self._pools[replica.id.stage].remove(replica.id)
+        self._observer.replica_down(replica.id)
+        self._reattach_tasks[replica.id] = self._spawn(self._attach_connected(replica))
+
+    async def _attach_connected(self, replica: StockReplica) -> None:
+        await replica.connection()
+        unsent = self._unsent[replica.id]
+        while unsent:
+            await replica.add(abort_client(*unsent.popitem()))
+        del self._unsent[replica.id]
+        await self._attach_again(replica)
 
     async def _attach_again(self, replica: StockReplica) -> None:
         """Use a replica again that missed heartbeats and is back, after it has aborted its old requests.
@@ -445,9 +493,7 @@ class ReplicaConnections:
         self._reattach_tasks.pop(replica.id, None)
         if self.replicas.get(replica.id) is replica and replica.id not in self._lost_requests:
             log.warning("replica %s is back", replica.id)
-            await self._orchestrator.replica_up(replica)
-            if replica.id in self._asleep:
-                self._mark_asleep(replica.id)
+            await self._up(replica)
 
 
 def _cancel(tasks: dict[ReplicaId, asyncio.Task[None]], replica: ReplicaId) -> None:

@@ -156,12 +156,14 @@ class ApiServers:
         """Send the API servers `ReplicaReady`, and the sockets with which they connect to the replica."""
         self._starting.discard(replica)
         self._about[replica] = about = replace(about, restarts=self._totals.add(replica, about.restarts))
-        for client, server in self._servers.items():
-            given, taken = self._deployment.listeners(replica, client)
-            message = ReplicaReady(
-                replica, about.host, about.pid, about.restarts, input=given.address, output=taken.address
-            )
-            self._send(server, message, given.socket.fileno(), taken.socket.fileno())
+        with self._changing:  # so that every API server receives this message and a change in the head's order
+            self._changes.mark_awake(replica)  # a change that the process's end has crossed may have marked it asleep
+            for client, server in self._servers.items():
+                given, taken = self._deployment.listeners(replica, client)
+                message = ReplicaReady(
+                    replica, about.host, about.pid, about.restarts, input=given.address, output=taken.address
+                )
+                self._send(server, message, given.socket.fileno(), taken.socket.fileno())
 
     def ended(self, replica: ReplicaId, reason: str, *, again: bool) -> None:
         """Drop the data of a replica that has ended, and send `ReplicaEnded`; `again`: it will be restarted."""
@@ -181,7 +183,7 @@ class ApiServers:
         self._ready_responses.pop(replica, None)
         self._deployment.unlisten(replica)
         with self._changing:
-            self._changes.replica_ended(replica)
+            self._changes.mark_awake(replica)
 
     # -- when an API server dies ---------------------------------------------------------------------------------
 

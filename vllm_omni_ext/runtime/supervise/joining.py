@@ -353,7 +353,7 @@ class JoinServer:
     def _end(self, ticket: str, reason: str, *, again: bool, log_file: str = "") -> None:
         entry = self._entries.pop(ticket)
         replica = entry.member.id
-        self._servers.ended(replica, reason, again=again)
+        self._servers.ended(replica, reason, again=False)  # its node may leave instead; a next process joins itself
         self._tell_end(entry, reason, again=again, log_file=log_file)
         self._coordination.leave(replica)
 
