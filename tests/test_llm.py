@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from vllm_omni_ext import llm as module
@@ -30,16 +32,23 @@ class Engine:
         running: numbers of the requests in progress.
         begun: released once for each prompt "hang" in progress.
         ends: whether `shutdown` ends the requests in progress.
+        adapters: the `lora_request` of every request.
     """
 
     def __init__(self) -> None:
         self.running: set[str] = set()
         self.begun = threading.Semaphore(0)
         self.ends = True
+        self.adapters: list[Any] = []
+        self.vllm_config: Any = SimpleNamespace(lora_config=None)
+        self.model_config = self.renderer = self.input_processor = None
         self._ended = asyncio.Event()
 
-    async def generate(self, prompt: Any, params: Any, number: str, **_: Any) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, number: str, *, lora_request: Any, **_: Any
+    ) -> AsyncIterator[Any]:
         self.running.add(number)
+        self.adapters.append(lora_request)
         try:
             if prompt["prompt"] == "hang":
                 self.begun.release()
@@ -68,13 +77,13 @@ def llm() -> Iterator[Any]:
 
 
 def prompt(text: str) -> Callable[[], Any]:
-    return lambda: {"prompt": text}
+    return lambda: {"type": "token", "prompt": text}
 
 
-def answer(llm: Any, *renders: Callable[[], Any], use_tqdm: Any = False) -> Any:
+def answer(llm: Any, *renders: Callable[[], Any], use_tqdm: Any = False, lora_request: Any = None) -> Any:
     """Call the common part of `generate` and `chat`."""
     keywords = SimpleNamespace(params={}, over=lambda params: params)
-    stock = {"lora_request": None, "priority": None}
+    stock = {"lora_request": lora_request, "priority": None}
     options = RequestOptions(modalities=("text",))
     return llm._answer(renders, SamplingParams(), keywords, options, stock, use_tqdm, False)
 
@@ -113,6 +122,15 @@ def test_a_prompt_that_cannot_be_rendered_fails_alone(llm: Any, error: Exception
     assert isinstance(bad.error, RequestError) and bad.error.parameter == "prompt" and str(bad.error) == message
     assert bad.error.__cause__ is error and bad.outputs[0].finish_reason == "error"
     assert (bars[-1].count, bars[-1].closed) == (3, True)
+
+
+def test_a_prompt_with_media_gets_the_default_adapter_of_its_modality(llm: Any) -> None:
+    llm._omni.vllm_config.lora_config = SimpleNamespace(default_mm_loras={"image": "/image", "audio": "/audio"})
+    sound = {"type": "multimodal", "prompt": "a", "mm_placeholders": {"audio": []}}
+    given = LoRARequest("mine", 7, "/mine")
+    answer(llm, lambda: sound, prompt("a"))
+    answer(llm, lambda: sound, lora_request=given)
+    assert llm._omni.adapters == [LoRARequest("audio", 1, "/audio"), None, given]
 
 
 def stopped(llm: Any) -> bool:
@@ -169,6 +187,23 @@ def test_close_ends_a_call_of_another_thread(llm: Any, ends: bool, monkeypatch: 
         assert [str(each) for each in found] == ["the LLM is closed"]
     with pytest.raises(StageUnavailable, match="the LLM is closed"):
         answer(llm, prompt("a"))
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_the_end_of_a_fork_of_the_program_ends_no_replica(
+    llm: Any, forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks: list[Callable[[], Any]] = []
+    monkeypatch.setattr(module.atexit, "register", hooks.append)
+    events: list[str] = []
+    llm._deployment.close = lambda: events.append("closed")
+    llm._replica_supervisor = SimpleNamespace(abandon=lambda: events.append("abandoned"))
+    llm._end_with_program()
+    llm._replica_supervisor = None
+    if forked:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+    hooks[0]()
+    assert events == ([] if forked else ["abandoned", "closed"])
 
 
 def test_engine_arguments_of_vllm_are_no_settings() -> None:

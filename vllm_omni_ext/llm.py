@@ -220,7 +220,7 @@ class OmniLLM(TargetedOfflineLLM):
         order of their registration. So this method registers a hook, after that of `multiprocessing`; the hook of
         `weakref.finalize` may have been registered earlier.
         """
-        end = weakref.finalize(self, _end, self._deployment, self._replica_supervisor)
+        end = weakref.finalize(self, _end, os.getpid(), self._deployment, self._replica_supervisor)
         atexit.register(end)
         self._finalizer = weakref.finalize(self, atexit.unregister, end)
 
@@ -401,7 +401,8 @@ class OmniLLM(TargetedOfflineLLM):
             failed: Future[OmniRequestOutput] = Future()
             failed.set_result(self._complete(_failed(number, refused), {}))
             return failed
-        return self._start(self._one(number, prompt, text, chosen, stock))
+        adapter = self._resolve_mm_lora(prompt, stock["lora_request"])
+        return self._start(self._one(number, prompt, text, chosen, {**stock, "lora_request": adapter}))
 
     def _split(self, params: Any, options: RequestOptions) -> tuple[SamplingParams, RequestOptions]:
         if isinstance(params, SamplingParams):
@@ -585,7 +586,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _end(deployment: Any, supervisor: Any) -> None:
+def _end(program: int, deployment: Any, supervisor: Any) -> None:
+    if os.getpid() != program:  # a fork of the program inherits the hook, but not the replicas
+        return
     supervisor.abandon()  # otherwise it would restart the replicas that end now
     deployment.close()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
 from vllm_omni_ext.config.schema import Cluster
 from vllm_omni_ext.environment import SAMPLER
+from vllm_omni_ext.runtime.launch.inherit import process_state
 from vllm_omni_ext.runtime.launch.launcher import (
     Deployment,
     compute_threads,
@@ -51,6 +54,57 @@ def test_environment_is_changed_in_the_block_only(monkeypatch: pytest.MonkeyPatc
         del os.environ[B]
         raise RuntimeError
     assert dict(os.environ) == before
+
+
+def test_only_the_variables_of_the_block_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads of the program read variables meanwhile."""
+    written: list[tuple[bytes, bytes]] = []
+    monkeypatch.setenv(A, "before")
+    monkeypatch.setenv(B, "kept")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "putenv", lambda name, value: written.append((name, value)))
+        patch.setattr(os, "unsetenv", lambda name: written.append((name, b"")))
+        with environment({A: "inside"}, defaults={B: "default", C: "default"}):
+            pass
+    a, c = A.encode(), C.encode()
+    assert written == [(c, b"default"), (a, b"inside"), (c, b""), (a, b"before")]
+
+
+def _free() -> bool:
+    """Whether another thread could take the lock of the process's state."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(lambda: process_state.acquire(blocking=False) and not process_state.release()).result()
+
+
+def _deployment() -> Any:
+    return SimpleNamespace(progress=SimpleNamespace(speaking=contextlib.nullcontext()), fork=False)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [lambda: environment({}), lambda: temporary_files_in("/tmp"), lambda: Deployment.forking(_deployment())],
+    ids=["environment", "temporary files", "forking"],
+)
+def test_deployments_of_one_program_change_its_state_one_after_the_other(block: Any) -> None:
+    with block():
+        assert not _free()
+        with environment({A: "nested"}):
+            assert not _free()
+        assert not _free()
+    assert _free()
+
+
+@pytest.mark.engine
+def test_a_fork_of_the_program_can_change_its_state_also_if_another_thread_did() -> None:
+    with environment({}), ThreadPoolExecutor(1) as other:
+        child = other.submit(_fork_and_look).result()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def _fork_and_look() -> int:
+    if (child := os.fork()) == 0:
+        os._exit(not process_state.acquire(blocking=False))
+    return child
 
 
 @pytest.mark.parametrize(("set_to", "missing", "expected"), [(None, "nvcc", "0"), (None, "", None), ("1", "nvcc", "1")])

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Pipe
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,7 @@ def plan_on(devices: int, stages: dict[str, dict[str, Any]], **config: Any) -> P
 
 
 class Process:
-    """The process of a fake engine; it ends with `kill`."""
+    """The process of a fake engine; it ends with `kill`, or with an exit code."""
 
     _pids = itertools.count(1000)
 
@@ -54,17 +55,24 @@ class Process:
         self.pid = next(self._pids)
         self.exitcode: int | None = None
         self.ended = threading.Event()
+        self.sentinel, self._alive = Pipe(duplex=False)
 
     def is_alive(self) -> bool:
         return not self.ended.is_set()
 
+    def end(self, exitcode: int) -> None:
+        if not self.ended.is_set():
+            self.exitcode = exitcode
+            self.ended.set()
+            self._alive.close()
+
     def kill(self) -> None:
-        self.ended.set()
+        self.end(-9)
 
     terminate = kill
 
     def join(self, timeout: float | None = None) -> None:
-        self.exitcode = -9 if self.ended.is_set() else None
+        assert self.ended.is_set(), "a process is joined that does not end"
 
 
 @dataclass
@@ -77,6 +85,7 @@ class Host:
     events: list[tuple[str, ReplicaId]] = field(default_factory=list)
     at_start: Callable[[ReplicaId], Any] = lambda replica: None
     before_ready: Callable[[ReplicaId], Any] = lambda replica: None
+    after_ready: dict[ReplicaId, threading.Event] = field(default_factory=dict)
     processes: dict[ReplicaId, Process] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -95,6 +104,8 @@ class Host:
             raise RuntimeError("Engine core initialization failed")
         self.measured[replica] = {device: free_before[device] + self.used_gib[device] for device in devices}
         self.events.append(("ready", replica))
+        if (ready := self.after_ready.get(replica)) is not None:
+            ready.set()
 
 
 class Started(Deployment):
@@ -198,3 +209,22 @@ def test_each_replica_has_its_own_startup_timeout_and_a_failure_ends_the_start(
     assert [replica for what, replica in host.events if what == "ready"] == [THINKER, TALKER][: 1 if killed else 2]
     assert killed is (("started", CODE2WAV) not in host.events)
     assert connect_limit_s(host.plan) == 60 * 3 + AFTER_THE_LAUNCHER_S, "API servers wait for all starts"
+
+
+@pytest.mark.parametrize(("devices", "lost"), [(3, CODE2WAV), (2, TALKER), (1, THINKER)])
+def test_a_replica_that_ends_after_it_was_ready_ends_the_start(start: Any, devices: int, lost: ReplicaId) -> None:
+    """On one device the replica that ends is the first; the next one of the device is loading."""
+    loading, ready = TALKER if lost == THINKER else THINKER, threading.Event()
+    host = Host(plan_on(devices, {}), after_ready={lost: ready})
+
+    def before_ready(replica: ReplicaId) -> None:
+        if replica == loading:
+            assert ready.wait(PATIENCE_S)
+            host.processes[lost].end(3)
+            host.processes[replica].ended.wait(PATIENCE_S)
+
+    host.before_ready = before_ready
+    message = f"^{lost} ended during the start: its process ended with exit code 3; see its log"
+    with start(host) as deployment, pytest.raises(StartFailed, match=message):
+        deployment.wait()
+    assert ("ready", loading) not in host.events

@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -26,6 +27,16 @@ from vllm_omni_ext.plugins.spec import resolve
 
 LATE_IMPORTS = ("vllm.model_executor.layers.quantization.online.base",)
 """Modules that vLLM imports only while it loads a model. `preload` imports them once, before processes are forked."""
+
+process_state = threading.RLock()
+"""Lock, held while this process has the environment, folder, threads or output of a process to start.
+
+All deployments of a program use it, because each block restores the state of its begin. `environment` takes it, and all
+other changes are made in its block.
+"""
+
+# A child has no thread that would release the lock, if another thread of this process has forked it.
+os.register_at_fork(after_in_child=process_state._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def register_classes(family: str) -> None:
@@ -100,7 +111,7 @@ def replaced_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        vars(current_platform).pop("register_triton_kernel_overrides", None)  # another thread may have left the block
+        del vars(current_platform)["register_triton_kernel_overrides"]
 
 
 @functools.cache
@@ -111,21 +122,27 @@ def _replace_kernels() -> None:
 @contextlib.contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
     """Make replicas started inside the block put their temporary files into `folder`."""
-    before, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        with environment({"TMPDIR": folder}):
+    with environment({"TMPDIR": folder}):
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
             yield
-    finally:
-        tempfile.tempdir = before
+        finally:
+            tempfile.tempdir = before
 
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str], defaults: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Set environment variables for processes started inside the block; `defaults` do not override set variables."""
-    before = dict(os.environ)
-    os.environ.update({**defaults, **before, **values})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    """Set environment variables for processes started inside the block; `defaults` do not override set variables.
+
+    Every change inside the block is undone, because vLLM sets variables while it makes a config. Variables without a
+    change are not written, because other threads of the program may read them meanwhile.
+    """
+    with process_state:
+        before = dict(os.environ)
+        os.environ.update({name: value for name, value in defaults.items() if name not in before} | dict(values))
+        try:
+            yield
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})

@@ -13,9 +13,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_any
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from multiprocessing.connection import wait as wait_for_first
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -50,6 +51,7 @@ from vllm_omni_ext.runtime.launch.inherit import (
     environment,
     frozen_heap,
     preload,
+    process_state,
     register_classes,
     replaced_kernels,
     temporary_files_in,
@@ -362,6 +364,7 @@ class Deployment:
             threads: number of compute threads of forked processes.
         """
         with contextlib.ExitStack() as inside:
+            inside.enter_context(process_state)  # before the lock of the progress, as in `_launch`
             inside.enter_context(self.progress.speaking)
             if self.fork:  # a server's head does not need its garbage collector any more
                 inside.enter_context(frozen_heap(keep=self._usage is UsageContext.OPENAI_API_SERVER))
@@ -376,20 +379,42 @@ class Deployment:
         that started it.
 
         Raises:
-            StartFailed: a replica ended while starting, or took too long; the message contains the end of its log.
+            StartFailed: a replica ended while starting, or while others were starting, or took too long; the message
+                contains the end of its log.
         """
-        with ThreadPoolExecutor(max_workers=max(1, len(self._prepared))) as threads:
-            waits: dict[Future[None], ReplicaId] = {}
-            started = list(self._barriers)
+        over, ending = Pipe(duplex=False)
+
+        def wait_for(replica: ReplicaId) -> None:
+            try:
+                self.wait_for(replica)
+            finally:
+                ending.send(replica)
+
+        with over, ending, ThreadPoolExecutor(max_workers=max(1, len(self._prepared))) as threads:
+            waits: dict[ReplicaId, Future[None]] = {}
+            ready: dict[Any, ReplicaId] = {}  # by the sentinel of the process
+            started: Sequence[ReplicaId] = list(self._barriers)
             try:
                 while started or waits:
-                    waits |= {threads.submit(self.wait_for, replica): replica for replica in started}
-                    started.clear()
-                    for wait in wait_for_any(waits, return_when=FIRST_COMPLETED).done:
-                        started += self._take_ready(waits.pop(wait), wait)
+                    waits |= {replica: threads.submit(wait_for, replica) for replica in started}
+                    for readable in wait_for_first([over, *ready]):
+                        if readable is not over:
+                            raise self._lost(ready[readable])
+                    replica = over.recv()
+                    started = self._take_ready(replica, waits.pop(replica))
+                    ready[self.processes()[replica].sentinel] = replica
             finally:
                 if waits:  # a start failed or was interrupted: end the other replicas, so that their waits end
                     self.end()
+
+    def _lost(self, replica: ReplicaId) -> StartFailed:
+        """Return the error about a replica that was ready, and has ended while others were starting."""
+        process = self.processes()[replica]
+        process.join()
+        return StartFailed(
+            f"{replica} ended during the start: {how_it_ended(process.exitcode)}; "
+            f"{self.logs.tail(self.name_of(replica))}"
+        )
 
     def _take_ready(self, replica: ReplicaId, wait: Future[None]) -> Sequence[ReplicaId]:
         """Handle a replica that is ready or has failed. Start and return the next replicas of the same devices.
