@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ import openai.types
 import pytest
 
 from vllm_omni_ext.batch import store as module
+from vllm_omni_ext.batch.files import replaced
 from vllm_omni_ext.batch.lines import answer
 from vllm_omni_ext.batch.store import ENDED, MIB, NEXT, Batch, Full, InUse, NotFound, Status, Store
 
@@ -52,6 +54,59 @@ def test_a_file_is_kept_listed_and_deleted(store: Store) -> None:
         with pytest.raises(NotFound):
             store.file(gone)
     assert len(list(store.folder.rglob("*.*"))) == 2, "no other file is left"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"id": "\xff"}'])
+def test_a_damaged_record_is_left_out_and_logged_once(
+    store: Store, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = create(store)
+    store.cancel(batch.id)
+    for name in ("files/file", "batches/batch"):
+        (store.folder / f"{name}-{'0' * 32}.json").write_bytes(data)
+    (store.folder / f"batches/{batch.id}.cancel").write_bytes(data)
+    for _ in range(2):
+        assert [found.id for found in store.batches()] == [batch.id]
+        assert [found.id for found in store.files()] == [batch.input_file_id]
+        assert store.as_object(batch)["cancelling_at"] >= batch.created_at
+    assert [record.getMessage().count("0.json: the record is damaged") for record in caplog.records] == [1, 1]
+
+
+def test_contents_without_a_record_do_not_stay(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".jsonl":
+            raise OSError("input/output error")
+        os.unlink(path)
+
+    file_id = upload(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write", fail)
+        with pytest.raises(OSError, match="no space"):
+            upload(store)
+    assert len(list(store.folder.rglob("*.*"))) == 2, "only those of the first file"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(OSError, match="input/output"):
+            store.delete_file(file_id)
+    store.delete_file(file_id)
+    assert not list(store.folder.rglob("*.*")), "a file whose contents could not be deleted can be deleted later"
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(number: int) -> None:
+        found.append((path.read_bytes(), os.fstat(number).st_size))
+
+    found: list[tuple[bytes, int]] = []
+    path = tmp_path / "record"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", fsync)
+    for synced in (True, False):
+        with replaced(path, synced=synced) as file:
+            file.write(b"newer")
+    assert found == [(b"old", 5)] and path.read_bytes() == b"newer"
 
 
 def test_limits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ class Folder:
         server, store = Server(), Store(self.store.folder, most=MIB, most_lines=5)
         save = store.save
 
-        def saved(batch: Batch) -> None:
-            save(batch)
+        def saved(batch: Batch, *, synced: bool = True) -> None:
+            save(batch, synced=synced)
             loop.call_soon_threadsafe(self.saved.set)
 
         loop = asyncio.get_running_loop()
@@ -109,6 +109,15 @@ async def test_a_batch_is_run_to_its_end(folder: Folder) -> None:
     assert [output[name] for name in "abc"] == [None] * 3 and output["bad"]["param"] == "method"
     shown = folder.store.as_object(found)
     assert (shown["output_file_id"], shown["error_file_id"]) == (batch.output, batch.failures)
+
+
+async def test_a_damaged_record_of_a_batch_does_not_stop_the_others(folder: Folder) -> None:
+    (folder.store.folder / f"batches/batch-{'0' * 32}.json").write_bytes(b"")
+    server, worker = folder.server()
+    batch = folder.batch("a")
+    worker.wake()
+    await answer_all(server, 1)
+    assert (await folder.until(batch, lambda batch: batch.ended)).status == "completed"
 
 
 @pytest.mark.parametrize(("data", "code"), [(b"\n\n", "empty_file"), (b"{}\n" * 6, "too_many_lines")])
@@ -217,12 +226,12 @@ async def test_a_failed_batch_is_saved_when_there_is_room_again(
     tried, room = asyncio.Event(), threading.Event()
     write = module._write
 
-    def full(path: Path, record: Any) -> None:
+    def full(path: Path, record: Any, **how: Any) -> None:
         if isinstance(record, Batch) and record.status != "validating" and not room.is_set():
             if record.status == "failed":
                 tried.set()
             raise OSError(28, "No space left on device")
-        write(path, record)
+        write(path, record, **how)
 
     monkeypatch.setattr(module, "_write", full)
     batch = folder.batch("a")

@@ -151,6 +151,21 @@ def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, t
             ["--stage-overrides", '{"code2wav": {"params": {"temperature": 0.5}}}'],
             "stages.code2wav.params.temperature: has no effect in this stage; remove it",
         ),
+        *(
+            (
+                ["--stage-overrides", json.dumps({"thinker": {"params": {key: value}}})],
+                f"stages.thinker.params.{key}: {why}; remove it",
+            )
+            for key, value, why in (
+                ("output_kind", 1, "has no effect in this stage"),
+                ("structured_outputs", {"regex": "a+"}, "is set by each request"),
+                ("logprobs", 5, "is set by each request of a server"),
+                ("skip_reading_prefix_cache", True, "has no effect in a server"),
+                ("detokenize", False, "has no effect in a server"),
+                ("extra_args", {"a": 1}, "has no effect in a server"),
+                ("flat_logprobs", True, "has no effect in a server"),
+            )
+        ),
         (["--chat-template", "/missing"], "--chat-template: The supplied chat template (/missing) looks like a file"),
         (["--chat-template", "/"], "--chat-template: The supplied chat template (/) looks like a file"),
         (

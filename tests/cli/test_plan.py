@@ -56,6 +56,14 @@ def test_a_plan_that_does_not_fit_is_shown_and_refused(released: str, capsys: py
     assert refused.out == "" and "error: --machine h100: write cuda:SIZExCOUNT, e.g. cuda:80GiBx2" in refused.err
 
 
+def test_a_device_without_memory_for_a_process_is_refused(released: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver has all of its memory."""
+    assert main([released, "--machine", "cuda:512MiB", "--gpu-memory-utilization", "0.9"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: stages.thinker.engine.gpu_memory_utilization: 0.9 of device 0 is 0.0 GiB, but ")
+    assert line.endswith("; use a larger device or more of them")
+
+
 def test_a_plan_is_printed_as_json(released: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([released, "--json", f"--machine={H100}x2", "--max-model-len=32768"]) == 0
     [first, second] = json.loads(capsys.readouterr().out)["memory"]

@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, field_validator
 from vllm.config import CompilationConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_omni_ext.cli.args import parse_serve
@@ -193,6 +194,24 @@ def test_a_variable_replaces_no_key(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{message}$") if message else nullcontext():
         from_kwargs(model, stage_overrides={"thinker": thinker})
+
+
+def test_an_override_of_the_kv_cache_has_precedence_over_the_flag_and_the_keyword(model: str) -> None:
+    overrides = {"thinker": {"kv_cache_bytes": 64 << 20}}
+    words = ["--kv-cache-memory-bytes", str(32 << 20), "--stage-overrides", json.dumps(overrides)]
+    server, _ = from_cli(parse_serve([model, *words]))
+    program = from_kwargs(model, kv_cache_memory_bytes=32 << 20, stage_overrides=overrides)
+    for plan in (server, program):
+        assert plan.stage("thinker").engine_args["kv_cache_memory_bytes"] == 64 << 20
+
+
+def test_parameters_of_the_text_that_only_a_program_can_use(model: str) -> None:
+    given: dict[str, Any] = {"logprobs": 5, "detokenize": False, "extra_args": {"a": 1}, "temperature": 0.5}
+    given |= {"structured_outputs": StructuredOutputsParams(regex="a+")}
+    assert from_kwargs(model, stage_overrides={"thinker": {"params": given}}).frontend().params == given
+    for key, value in (("output_kind", 1), ("structured_outputs", {"regex": "a+"})):
+        with pytest.raises(ConfigError, match=rf"^stages\.thinker\.params\.{key}: .*; remove it$"):
+            from_kwargs(model, stage_overrides={"thinker": {"params": {key: value}}})
 
 
 def test_engine_args_belong_to_a_replica_of_the_plan(model: str) -> None:

@@ -110,7 +110,7 @@ class Peer:
     """A server with the answers of the test; `key` is the one it needs."""
 
     def __init__(self) -> None:
-        self.key, self.code, self.status = "", 200, json.dumps(STATUS)
+        self.key, self.code, self.status, self.metrics = "", 200, json.dumps(STATUS), METRICS
         self.asked = 0
         peer = self
 
@@ -119,7 +119,7 @@ class Peer:
                 allowed = not peer.key or self.headers["Authorization"] == f"Bearer {peer.key}"
                 code = peer.code if allowed else 401
                 peer.asked += self.path == "/metrics"
-                told = METRICS.format(tokens=peer.asked, images=0) if self.path == "/metrics" else peer.status
+                told = peer.metrics.format(tokens=peer.asked, images=0) if self.path == "/metrics" else peer.status
                 self.send_response(code)
                 self.end_headers()
                 self.wfile.write(told.encode())
@@ -182,6 +182,8 @@ def test_top_that_is_interrupted_before_a_table_is_no_success(
         ({"code": 404}, [], "is no server of vllm-omni-ext: it has no /v1/omni/status"),
         ({"code": 500}, [], "/v1/omni/status answers with status 500"),
         ({"status": "<html>"}, [], "is no server of vllm-omni-ext: its status page is not JSON"),
+        ({"status": '{"stages": 3}'}, [], "is no server of vllm-omni-ext: its status page has other fields: Expected"),
+        ({"metrics": "<html>"}, [], "is no server of vllm-omni-ext: /metrics is not in Prometheus' format"),
         ({"url": "http://127.0.0.1:9"}, [], "no server answers at http://127.0.0.1:9: "),
         ({"url": "here:80"}, [], "--url: must begin with http"),
         ({"url": "http://localhost:80a"}, [], "--url: must begin with http:// or https://, and name a host"),

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from vllm_omni_ext.config.overrides import with_overrides, with_settings
 from vllm_omni_ext.config.parse import Names, parse_config
-from vllm_omni_ext.config.schema import Cluster, Limits, OmniConfig, StageConfig, Timeouts
+from vllm_omni_ext.config.schema import Cluster, Limits, OmniConfig, PrefillDecode, StageConfig, Timeouts
 from vllm_omni_ext.errors import ConfigError
 
 NAMES = Names(
     stages=("thinker", "talker"),
-    engine=frozenset({"max_num_seqs", "dtype", "seed"}),
+    engine=frozenset({"max_num_seqs", "dtype", "seed", "kv_cache_memory_bytes"}),
     params={"talker": frozenset({"temperature", "top_k"})},
 )
 
@@ -51,6 +51,11 @@ def test_values_that_are_not_overridden_stay() -> None:
     )
 
 
+SPLIT = OmniConfig(stages={"thinker": StageConfig(prefill_decode=PrefillDecode())})
+PATHS = {"talker": "stages.talker", "thinker.prefill": "stages.thinker.prefill_decode.prefill"}
+TWICE = "is also written without engine; keep one of the two"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -62,13 +67,22 @@ def test_values_that_are_not_overridden_stay() -> None:
         ({"talker": {"replicas": -1}}, "stages.talker.replicas: must be an integer >= 0, got -1"),
         ({"talker": {"engine": {"sed": 1}}}, "stages.talker.engine.sed: unknown key; did you mean 'seed'?"),
         ({"talker": {"params": {"seed": 1}}}, "stages.talker.params.seed: unknown key; use one of temperature, "),
+        *(
+            ({name: {"max_num_seqs": 4, "engine": {"max_num_seqs": 8}}}, f"{path}.engine.max_num_seqs: {TWICE}")
+            for name, path in PATHS.items()
+        ),
+        *(
+            ({name: {"kv_cache_bytes": 4, **more}}, f"{path}.engine.kv_cache_memory_bytes: {path}.kv_cache_bytes says ")
+            for name, path in PATHS.items()
+            for more in ({"kv_cache_memory_bytes": 8}, {"engine": {"kv_cache_memory_bytes": 8}})
+        ),
         ("{", "is not valid JSON: "),
         ('{"talker": {"replicas": 1, "replicas": 2}}', "key 'replicas' is written twice; keep one of the two"),
     ],
 )
 def test_wrong_overrides_are_refused_with_their_place(overrides: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        with_overrides(OmniConfig(), overrides, NAMES)
+        with_overrides(SPLIT, overrides, NAMES)
     assert str(caught.value).startswith(f"--stage-overrides: {message}")
 
 
@@ -96,6 +110,13 @@ def test_null_removes_the_division_of_a_stage_config() -> None:
     removed = with_overrides(config, {"thinker": {"prefill_decode": None, "replicas": 3}}, NAMES)
     assert removed.stage("thinker") == StageConfig(replicas=3, engine={"seed": 1})
     assert with_overrides(OmniConfig(), {"thinker": {"prefill_decode": None}}, NAMES).stage("thinker") == StageConfig()
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_second_override_of_the_kv_cache_replaces_the_first(name: str) -> None:
+    first = with_overrides(SPLIT, {name: {"kv_cache_bytes": 4}}, NAMES)
+    for values in ({"kv_cache_bytes": None}, {"kv_cache_bytes": 8}):
+        assert with_overrides(first, {name: values}, NAMES) == with_overrides(SPLIT, {name: values}, NAMES)
 
 
 @given(

@@ -313,11 +313,14 @@ async def test_refusals_of_vllm_are_counted_once(app: Any, engine: ScriptedOmni,
     assert (answer.status_code, counted, engine.calls) == (400, ["RequestError"], []), answer.text
 
 
-@pytest.mark.parametrize("path", TEXT_ROUTES)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [*TEXT_ROUTES.items(), (CHAT, {"messages": HELLO}), (CHAT, {"messages": HELLO, "modalities": ["text"]})],
+)
 async def test_a_client_that_leaves_is_not_counted_as_refused(
-    app: Any, engine: ScriptedOmni, path: str, counted: list[str]
+    app: Any, engine: ScriptedOmni, path: str, body: dict[str, Any], counted: list[str]
 ) -> None:
-    await disconnect(app, engine, path, TEXT_ROUTES[path], ["a"])
+    await disconnect(app, engine, path, body, ["a"])
     assert counted == []
 
 

@@ -87,6 +87,11 @@ async def test_parameters_of_stages_in_order_of_precedence(
     assert (talker.seed, talker.temperature) == (7, configured["temperature"]) and talker.temperature > 0
     await ask(client, extra_body={"sampling_params_list": listed[:1]})
     assert engine.calls[2].options.params == {}
+    limits = {"sampling_params_list": [{"max_tokens": 5}]}, {"thinker": {"max_tokens": 5}}, {}
+    for most, limit in zip((5, 5, 9), limits, strict=True):
+        await ask(client, extra_body={**limit, "max_tokens": None, "temperature": None})
+        text = engine.calls[-1].params
+        assert (text.max_tokens, text.temperature) == (most, 0.25), "null is as if the field were missing"
 
 
 async def test_parameters_of_the_frontend_in_a_field_of_its_name(

@@ -135,6 +135,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "two limits": ({"max_new_tokens": 9, "talker": {"max_tokens": 8}}, "talker.max_tokens", "than 'max_new_tokens', 8"),
     "frames": ({"max_new_tokens": 0}, "body.max_new_tokens", "1"),
     "chunks": ({"chunks": 3}, "chunks", "object"),
+    "format of a chat": ({"audio": {"voice": "ethan", "format": "mp3"}}, "audio.format", "write response_format"),
+    "sound in content": ({"audio_in_content": True}, "audio_in_content", "unknown to /v1/audio/speech"),
+    "voice of a chat": ({"audio": {"voice": "nobody", "format": None}}, "audio.voice", "ethan"),
 }
 
 

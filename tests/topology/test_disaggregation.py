@@ -189,6 +189,23 @@ def test_overrides_may_name_a_side(pipeline: PipelineSpec, cpu: Machine) -> None
     assert plan.stage(DECODE).engine_args["kv_cache_memory_bytes"] == 5
 
 
+def test_an_override_of_the_kv_cache_has_precedence_over_the_flag_and_the_flag_over_the_file(
+    pipeline: PipelineSpec, cpu: Machine
+) -> None:
+    def sizes(split: dict[str, Any] | None = None, overrides: dict[str, Any] | None = None, **flags: int) -> list[int]:
+        plan = plan_of(pipeline, cpu, config_of(split, overrides=overrides), text_args=flags)
+        return [plan.stage(name).engine_args["kv_cache_memory_bytes"] for name in (PREFILL, DECODE)]
+
+    file: dict[str, Any] = {"prefill": {"kv_cache_bytes": 1}, "decode": {"engine": {"kv_cache_memory_bytes": 2}}}
+    side, stage = {"thinker.decode": {"kv_cache_bytes": 5}}, {"thinker": {"kv_cache_bytes": 6}}
+    assert sizes(file) == [1, 2]
+    assert sizes(file, kv_cache_memory_bytes=9) == [9, 9]
+    assert sizes(file, side, kv_cache_memory_bytes=9) == [9, 5]
+    assert sizes(file, stage, kv_cache_memory_bytes=9) == sizes(file, stage) == [6, 6]
+    assert sizes(file, stage | side, kv_cache_memory_bytes=9) == [6, 5]
+    assert sizes(file, {"thinker": {"kv_cache_memory_bytes": 7}}) == [7, 7]
+
+
 def test_overrides_can_split_a_stage(pipeline: PipelineSpec, cpu: Machine) -> None:
     given = {"thinker": {"prefill_decode": {"prefill": {"replicas": 2}, "transfer_timeout_s": 3}}}
     plan = plan_of(pipeline, cpu, with_overrides(parse_config({}, NAMES), given, NAMES))

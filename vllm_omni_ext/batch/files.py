@@ -15,13 +15,20 @@ NEW = ".new"
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file that replaces `path` at the end of the `with` block; an exception in the block removes it."""
+def replaced(path: Path, *, synced: bool = True) -> Iterator[IO[bytes]]:
+    """Yield a new file that replaces `path` at the end of the `with` block; an exception in the block removes it.
+
+    Args:
+        synced: the new file's bytes are on the disk before it replaces `path`. Otherwise `path` may be empty after a
+            power failure.
+    """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{NEW}")
     with _locked(temporary) as file:
         try:
             yield file
             file.flush()
+            if synced:
+                os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ Lines are appended to the files of an output and to ID.sends. All other files ar
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -28,6 +29,8 @@ import msgspec
 from vllm_omni_ext.batch.files import remove_abandoned, replaced
 from vllm_omni_ext.batch.lines import Done, Line, Result, read_done, read_lines
 from vllm_omni_ext.batch.sends import Sends
+
+log = logging.getLogger(__name__)
 
 INPUT, OUTPUT = "batch", "batch_output"
 """Values of a file's `purpose`."""
@@ -56,6 +59,9 @@ NEXT: dict[str, frozenset[str]] = {
     "cancelling": frozenset({"cancelled", "failed"}),
 }
 """Allowed next statuses of a batch, by status. A status in `ENDED` does not change."""
+
+DAMAGED = (msgspec.DecodeError, UnicodeDecodeError)
+"""Errors of reading a record that is not the JSON of its type, e.g. an empty file after a power failure."""
 
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
@@ -146,6 +152,7 @@ class Store:
         self.folder = folder
         self.most_lines = most_lines
         self._most = most
+        self._logged: set[str] = set()
         self._files, self._batches = folder / "files", folder / "batches"
         folder.parent.mkdir(parents=True, exist_ok=True)
         for path in (folder, self._files, self._batches):
@@ -171,7 +178,11 @@ class Store:
             file.truncate(size)  # counted by simultaneous calls in all API servers
             self.check_room(size)
             shutil.copyfileobj(source, file, MIB)
-        return self._list(file_id, name, INPUT)
+        try:
+            return self._list(file_id, name, INPUT)
+        except BaseException:
+            self.contents(file_id).unlink(missing_ok=True)  # no client can delete a file that is not listed
+            raise
 
     def _list(self, file_id: str, name: str, purpose: str) -> FileRecord:
         record = FileRecord(
@@ -215,8 +226,8 @@ class Store:
             raise NotFound(file_id) from None
 
     def files(self) -> list[FileRecord]:
-        """Return the records of all files, the oldest first."""
-        return _all(self._files, FileRecord)
+        """Return the records of all files, the oldest first, without damaged ones."""
+        return self._all(self._files, FileRecord)
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file.
@@ -229,8 +240,8 @@ class Store:
         for batch in self.batches():
             if not batch.ended and batch.input_file_id == file_id:
                 raise InUse(f"{file_id}: {batch.id} has not ended; cancel it")
+        self.contents(file_id).unlink(missing_ok=True)  # first: without its record, it could not be deleted again
         (self._files / f"{file_id}.json").unlink(missing_ok=True)
-        self.contents(file_id).unlink(missing_ok=True)
 
     # -- batches ------------------------------------------------------------------------------------------------
 
@@ -273,14 +284,27 @@ class Store:
         return _read(self._batches, batch_id, Batch)
 
     def batches(self) -> list[Batch]:
-        """Return the records of all batches, the oldest first."""
-        return _all(self._batches, Batch)
+        """Return the records of all batches, the oldest first, without damaged ones."""
+        return self._all(self._batches, Batch)
 
-    def save(self, batch: Batch) -> None:
-        """Write a batch's record to its file."""
-        _write(self._batches / f"{batch.id}.json", batch)
+    def save(self, batch: Batch, *, synced: bool = True) -> None:
+        """Write a batch's record to its file; `synced`: see `files.replaced`."""
+        _write(self._batches / f"{batch.id}.json", batch, synced=synced)
         if batch.ended:
             self._sends(batch).unlink(missing_ok=True)
+
+    def _all(self, folder: Path, kind: type[Any]) -> list[Any]:
+        found = []
+        for name in sorted(path.stem for path in folder.glob("*.json")):
+            try:
+                found.append(_read(folder, name, kind))
+            except NotFound:  # deleted meanwhile
+                continue
+            except DAMAGED as err:
+                if name not in self._logged:
+                    log.error("%s: the record is damaged, and is left out: %s", folder / f"{name}.json", err)
+                self._logged.add(name)
+        return found
 
     def _sends(self, batch: Batch) -> Path:
         return self._batches / f"{batch.id}.sends"
@@ -292,10 +316,13 @@ class Store:
 
     def cancelled(self, batch_id: str) -> int | None:
         """Return the Unix time at which a batch was cancelled; None if it was not."""
+        path = self._batches / f"{batch_id}.cancel"
         try:
-            return msgspec.json.decode((self._batches / f"{batch_id}.cancel").read_bytes(), type=int)
+            return msgspec.json.decode(path.read_bytes(), type=int)
         except FileNotFoundError:
             return None
+        except DAMAGED:  # damaged, but its existence is enough
+            return int(path.stat().st_mtime)
 
     def as_object(self, batch: Batch) -> dict[str, Any]:
         """Return the batch's object in the format of OpenAI's API."""
@@ -383,8 +410,8 @@ def is_id(text: str, kind: str) -> bool:
     return text.startswith(f"{kind}-") and _ID.fullmatch(text) is not None
 
 
-def _write(path: Path, record: Any) -> None:
-    with replaced(path) as file:
+def _write(path: Path, record: Any, *, synced: bool = True) -> None:
+    with replaced(path, synced=synced) as file:
         file.write(msgspec.json.encode(record))
 
 
@@ -395,13 +422,3 @@ def _read(folder: Path, name: str, kind: type[Any]) -> Any:
     except FileNotFoundError:
         pass
     raise NotFound(name)
-
-
-def _all(folder: Path, kind: type[Any]) -> list[Any]:
-    found = []
-    for name in sorted(path.stem for path in folder.glob("*.json")):
-        try:
-            found.append(_read(folder, name, kind))
-        except NotFound:  # deleted meanwhile
-            continue
-    return found

@@ -176,9 +176,9 @@ class _Progress:
         self._batch = batch
         self._append = worker.store.writer(batch)
 
-    def _save(self, batch: Batch) -> None:
+    def _save(self, batch: Batch, *, synced: bool = True) -> None:
         self._batch = batch
-        self._store.save(batch)
+        self._store.save(batch, synced=synced)
 
     async def run(self, cancelled: asyncio.Event) -> Batch:
         """Run the batch until it has ended, and return its record.
@@ -271,7 +271,8 @@ class _Progress:
         batch = self._batch
         self._append(result)
         counts = {"completed": batch.completed + 1} if result.answered else {"failed": batch.failed + 1}
-        self._save(msgspec.structs.replace(batch, **counts))
+        # Not synced: in the event loop that would delay live requests at each line.
+        self._save(msgspec.structs.replace(batch, **counts), synced=False)
 
     async def _finish(self) -> None:
         await _to_its_end(partial(self._store.list_output, self._batch))

@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.sampling_params import StructuredOutputsParams
+
 from vllm_omni_ext.cli.args import EXPLICIT, KEYS, check_chat, check_flags
 from vllm_omni_ext.cli.engine_fields import ENGINE_FIELDS, check_engine_value
 from vllm_omni_ext.cli.members import check_address, check_reachable, for_this_process, listening, refuse_joining
@@ -65,6 +68,7 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     ignored = {"api_servers"} if args.headless else set()
     settings = {key: getattr(args, name) for name, key in KEYS.items() if name in given - ignored}
     pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings)
+    _check_params_of_chats(pipeline, config)
     check_flags(args, given, frontend=pipeline.frontend)
     check_chat(args)
     _check_realtime(config.limits, {*settings}, family)
@@ -246,13 +250,40 @@ def _check_params(pipeline: PipelineSpec, config: OmniConfig) -> None:
             make_params(stage.params, values[stage.name])
         except ValueError as err:
             raise ConfigError(f"stages.{stage.name}.params: {' '.join(str(err).split())}") from err
-        if stage.params != SAMPLING_PARAMS or stage.name == pipeline.frontend:
+        if stage.params != SAMPLING_PARAMS:
+            continue
+        if stage.name == pipeline.frontend:
+            _check_params_of_text(f"stages.{stage.name}.params", config.stage(stage.name).params)
             continue
         pooling = stage.engine.get("runner") == "pooling"
         for field in config.stage(stage.name).params:
             if pooling or field in LOGPROBS or field in TEXT_ONLY:
                 why = "is not returned for this stage" if field in LOGPROBS else "has no effect in this stage"
                 raise ConfigError(f"stages.{stage.name}.params.{field}: {why}; remove it")
+
+
+def _check_params_of_text(path: str, params: Mapping[str, Any]) -> None:
+    """Raise ConfigError for parameters of the frontend that neither a server nor `LLM` can use."""
+    if "output_kind" in params:
+        raise ConfigError(f"{path}.output_kind: has no effect in this stage; remove it")
+    structured = params.get("structured_outputs")
+    if structured is not None and not isinstance(structured, StructuredOutputsParams):
+        raise ConfigError(f"{path}.structured_outputs: is set by each request; remove it")
+
+
+def _check_params_of_chats(pipeline: PipelineSpec, config: OmniConfig) -> None:
+    """Raise ConfigError for parameters of the frontend that cannot be defaults of a chat request.
+
+    `logprobs` of a chat is a flag, whose number is another field of the request. `LLM` uses all of them.
+    """
+    if pipeline.stage(pipeline.frontend).params != SAMPLING_PARAMS:
+        return
+    for field in config.stage(pipeline.frontend).params:
+        path = f"stages.{pipeline.frontend}.params.{field}"
+        if field not in ChatCompletionRequest.model_fields:
+            raise ConfigError(f"{path}: has no effect in a server; remove it")
+        if field == "logprobs":
+            raise ConfigError(f"{path}: is set by each request of a server; remove it")
 
 
 def _check_folder(key: str, folder: Path) -> None:

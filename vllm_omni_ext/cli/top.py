@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -14,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.live import Live
@@ -26,6 +26,7 @@ from vllm_omni_ext.cli.options import KEY_VARIABLE, check_url, more_than_0
 from vllm_omni_ext.errors import OmniError
 from vllm_omni_ext.metrics import PREFIX
 
+STATUS, METRICS = "/v1/omni/status", "/metrics"
 TOKENS = "vllm:generation_tokens_total"
 TOTAL = "_total"
 STATES = {"UP": "green", "SLEEPING": "cyan", "SUSPECT": "yellow", "DRAINING": "yellow", "DOWN": "red"}
@@ -34,6 +35,29 @@ ANSWER_S = 10.0
 
 Labels = frozenset[tuple[str, str]]
 Series = Mapping[tuple[str, Labels], float]
+
+
+class _Replica(TypedDict):
+    """The fields of a replica's status that the table shows."""
+
+    id: str
+    state: str
+    host: str
+    pid: int | None
+    running: int
+    waiting: int
+    restarts: int
+
+
+class _Stage(TypedDict):
+    replicas: list[_Replica]
+
+
+class Status(TypedDict):
+    """The fields of `/v1/omni/status` that the table shows."""
+
+    stages: list[_Stage]
+    uptime_s: float
 
 
 @dataclass(frozen=True)
@@ -47,7 +71,7 @@ class Sample:
     """
 
     at: float
-    status: Mapping[str, Any]
+    status: Status
     series: Series
 
 
@@ -130,13 +154,25 @@ class Client:
         Raises:
             OmniError: the server does not respond, refuses the key, or is not a server of this package.
         """
-        status = self._get("/v1/omni/status")
-        families = text_string_to_metric_families(self._get("/metrics"))
-        series = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+        status, metrics = self._get(STATUS), self._get(METRICS)
         try:
-            return Sample(time.monotonic(), json.loads(status), series)
+            series = {
+                (each.name, frozenset(each.labels.items())): each.value
+                for family in text_string_to_metric_families(metrics)
+                for each in family.samples
+            }
         except ValueError as error:
-            raise OmniError(f"{self.url} is no server of vllm-omni-ext: its status page is not JSON") from error
+            raise self._other(f"{METRICS} is not in Prometheus' format") from error
+        try:
+            found = msgspec.json.decode(status, type=Status)
+        except msgspec.ValidationError as error:
+            raise self._other(f"its status page has other fields: {error}") from error
+        except msgspec.DecodeError as error:
+            raise self._other("its status page is not JSON") from error
+        return Sample(time.monotonic(), found, series)
+
+    def _other(self, why: str) -> OmniError:
+        return OmniError(f"{self.url} is no server of vllm-omni-ext: {why}")
 
     def _get(self, path: str) -> str:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

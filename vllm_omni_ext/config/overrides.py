@@ -14,6 +14,9 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import SIDES
 
 STAGE_OVERRIDES = "--stage-overrides"
+CACHE, CACHE_FIELD = "kv_cache_bytes", "kv_cache_memory_bytes"
+"""Key of a stage, and the `EngineArgs` field that it sets."""
+
 _KEYS = frozenset(each.name for each in fields(StageConfig)) - {"engine_overrides"}
 
 
@@ -86,7 +89,7 @@ def _as_stage(config: OmniConfig, name: str, values: Any) -> tuple[str, Any]:
 
 
 def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> OmniConfig:
-    given, before = _engine_apart(values, names), config.stage(name)
+    given, before = _engine_apart(f"stages.{name}", values, names), config.stage(name)
     if isinstance(given, Mapping) and given.get(PREFILL_DECODE, ...) is None:
         before = replace(before, prefill_decode=None)
         given = {key: value for key, value in given.items() if key != PREFILL_DECODE}
@@ -97,31 +100,52 @@ def _with_stage(config: OmniConfig, name: str, values: Any, names: Names) -> Omn
     return replace(config, stages={**config.stages, name: stage})
 
 
-def _engine_apart(values: Any, names: Names) -> Any:
-    """Return a stage's settings with `EngineArgs` fields moved below the key `engine`; unchanged if not a mapping."""
+def _engine_apart(path: str, values: Any, names: Names) -> Any:
+    """Return a stage's settings with `EngineArgs` fields moved below the key `engine`; unchanged if not a mapping.
+
+    Args:
+        path: configuration path of the settings.
+
+    Raises:
+        ConfigError: an engine argument is set twice.
+    """
     if not isinstance(values, Mapping):
         return values
     engine = {k: v for k, v in values.items() if k not in _KEYS and (names.engine is None or k in names.engine)}
     given = {k: v for k, v in values.items() if k not in engine}
-    if engine and isinstance(below := given.get("engine", {}), Mapping):
-        given["engine"] = {**engine, **below}
+    below = given.get("engine", {})
+    if isinstance(below, Mapping):
+        for key in [key for key in engine if key in below]:
+            raise ConfigError(f"{path}.engine.{key}: is also written without engine; keep one of the two")
+        if CACHE_FIELD in {**engine, **below} and given.get(CACHE) is not None:
+            raise ConfigError(f"{path}.engine.{CACHE_FIELD}: {path}.{CACHE} says the same; keep one of the two")
+        if engine:
+            given["engine"] = {**engine, **below}
     if isinstance(split := given.get(PREFILL_DECODE), Mapping):
-        given[PREFILL_DECODE] = {k: _engine_apart(v, names) if k in SIDES else v for k, v in split.items()}
+        given[PREFILL_DECODE] = {
+            k: _engine_apart(f"{path}.{PREFILL_DECODE}.{k}", v, names) if k in SIDES else v for k, v in split.items()
+        }
     return given
 
 
 def _merged(before: Any, over: Any, given: Mapping[str, Any]) -> Any:
     """Return the dataclass `before`, with the keys in `given` taken from the dataclass `over`.
 
-    `params` and `env` are merged key by key. `engine` is merged into `engine_overrides`, which also override flags.
+    `params` and `env` are merged key by key. `engine` is merged into `engine_overrides`, which also override flags. So
+    is `kv_cache_bytes`, because a flag overrides that of a stage config.
     """
     changes = {key: getattr(over, key) for key in given}
     for key in changes.keys() & {"params", "env"}:
         changes[key] = {**getattr(before, key), **changes[key]}
     for key in changes.keys() & {PREFILL_DECODE, *SIDES}:
         changes[key] = _merged(getattr(before, key) or PrefillDecode(), changes[key], given[key] or {})
-    if "engine" in changes:
-        changes["engine_overrides"] = {**before.engine_overrides, **changes.pop("engine")}
+    if changes.keys() & {"engine", CACHE}:
+        engine = {**before.engine_overrides}
+        if CACHE in changes:
+            engine |= {CACHE_FIELD: changes[CACHE]}
+            if changes[CACHE] is None:
+                del engine[CACHE_FIELD]
+        changes["engine_overrides"] = engine | changes.pop("engine", {})
     return replace(before, **changes)
 
 

@@ -148,13 +148,14 @@ class StageConfig(ReplicasConfig):
     __pydantic_config__ = _FORBID
     params: Settings = _map(
         "Default parameters of this stage: fields of `SamplingParams`, or of the type that the stage declares. For the "
-        "frontend, endpoints other than chat read those that a generation config has, without `max_tokens`."
+        "frontend, endpoints other than chat read those that a generation config has, without `max_tokens`. A server refuses "
+        "`logprobs`, `structured_outputs` and fields that a chat request does not have."
     )
     step_timeout_s: Seconds | None = _key(
         60.0,
         "A replica whose engine loop has work and does not turn within this time is unresponsive: a step, or anything "
         "between steps, does not return. After 1.5 times this time it is killed and started again. The first step "
-        "may take ten times as long, a call such as a LoRA load ten minutes. Null: no limit.",
+        "may take ten times as long, a call such as a LoRA load or a sleep ten minutes. Null: no limit.",
         "seconds",
     )
     min_replicas: Positive = _key(

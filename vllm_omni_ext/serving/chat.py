@@ -7,6 +7,7 @@ into the sampling parameters, from which `AsyncOmni.generate` reads the key.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -118,7 +119,10 @@ class OmniServingChat(OpenAIServingChat):
             if inside is not None and isinstance(err, PromptTooLong):
                 raise
             answer = self.create_error_response(as_vllm_error(err))
-        if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST:
+        if not isinstance(answer, ErrorResponse) or answer.error.code != HTTPStatus.BAD_REQUEST:
+            return answer
+        task = asyncio.current_task()
+        if not (task and task.cancelling()):  # else the client has disconnected, which vLLM answers with this code too
             self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))
         return answer
 

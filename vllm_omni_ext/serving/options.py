@@ -276,7 +276,8 @@ def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
     """Copy the parameters of the frontend (the stage that writes text) into the fields of a chat request, in place.
 
     A field named after the frontend has precedence over the request's own fields (e.g. `temperature`), over the
-    frontend's entry in `sampling_params_list`, and over the stage config, in this order.
+    frontend's entry in `sampling_params_list`, and over the stage config, in this order. A field of the request that is
+    null is as if it were missing.
 
     Raises:
         RequestError: a parameter is invalid, or is set both in the field named after the frontend and in the request's
@@ -289,7 +290,9 @@ def apply_to_frontend(plan: Plan, request: ChatCompletionRequest) -> None:
     if is_sampled_frontend(plan, frontend):
         named = _check_types(name, extra.get(name), frontend, FRONTEND_SAMPLING)
     _build(name, frontend, {}, listed | named)
-    explicit = request.model_fields_set | ({"max_tokens"} if request.max_completion_tokens is not None else set())
+    explicit = {key for key in request.model_fields_set if getattr(request, key) is not None}
+    if request.max_completion_tokens is not None:
+        explicit.add("max_tokens")
     if twice := sorted(named.keys() & explicit - {SEED}):
         raise RequestError(f"{name}.{twice[0]}: is set twice, also as '{twice[0]}'", parameter=f"{name}.{twice[0]}")
     values = {**frontend.sampling, **{key: value for key, (_, value) in listed.items()}}

@@ -182,7 +182,10 @@ def _refuse_others(body: dict[str, Any], model: ServedModel) -> None:
     for name, neutral in OF_FAMILIES.items():
         if name not in known and body.get(name) not in (None, neutral):
             raise RequestError(f"{name}: is not available with this model", parameter=name)
-    used = {*known, *SpeechRequest.model_fields, *model.modalities[AUDIO].body_fields}
+    audio = body.get(AUDIO)
+    if isinstance(audio, dict) and audio.get("format") is not None:
+        raise RequestError("audio.format: is not used here; write response_format", parameter="audio.format")
+    used = {*known, *SpeechRequest.model_fields, AUDIO}
     model.refuse_unknown(body, used, "/v1/audio/speech")
 
 

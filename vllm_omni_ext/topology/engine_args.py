@@ -125,7 +125,8 @@ def user_engine_args(
     for layer, prefix in ((flags, ""), (stage.engine, f"{path}."), (stage.engine_overrides, f"{path}.")):
         for key, value in layer.items():
             _check_free(f"{prefix}{key}", key, value, spec)
-    if stage.kv_cache_bytes is not None and "kv_cache_memory_bytes" in {**stage.engine, **stage.engine_overrides}:
+    of_file = stage.engine.keys() - stage.engine_overrides.keys()
+    if stage.kv_cache_bytes is not None and "kv_cache_memory_bytes" in of_file:
         raise ConfigError(
             f"{path}.kv_cache_memory_bytes: {stage_path(spec.name)}.kv_cache_bytes says the same; keep one of the two"
         )

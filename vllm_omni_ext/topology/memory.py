@@ -438,7 +438,7 @@ def _check_user_values(sheet: Sheet) -> None:
                 f"{tokens}"
             )
         if part is not None and part * sheet.visible < need.weights + demand.kv:
-            least = math.ceil(demand.size / sheet.visible * 100) / 100
+            least = math.ceil(demand.size / sheet.visible * 100) / 100 if sheet.visible else math.inf
             instead = f"write {least:g}" if least <= 1 else "use a larger device or more of them"
             raise ConfigError(
                 f"{path}.engine.gpu_memory_utilization: {part:g} of device {sheet.device} is "
