@@ -148,8 +148,8 @@ class StageConfig(ReplicasConfig):
     __pydantic_config__ = _FORBID
     params: Settings = _map(
         "Default parameters of this stage: fields of `SamplingParams`, or of the type that the stage declares. For the "
-        "frontend, endpoints other than chat read those that a generation config has, without `max_tokens`. A server refuses "
-        "`logprobs`, `structured_outputs` and fields that a chat request does not have."
+        "frontend, endpoints other than chat read those that a generation config has, without `max_tokens`. A server "
+        "refuses `logprobs`, `structured_outputs` and fields that a chat request does not have."
     )
     step_timeout_s: Seconds | None = _key(
         60.0,
