@@ -243,6 +243,9 @@ class Later(AsyncModelRunnerOutput):
     def get_output(self) -> Any:
         return SimpleNamespace(req_ids=["other", "r"], pooler_output=None)
 
+    def get_kv_connector_output(self) -> str:
+        return "KV output"
+
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_worker_waits_only_where_its_output_is_read(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +275,7 @@ def test_the_worker_waits_only_where_its_output_is_read(asynchronous: bool, monk
     if asynchronous:
         sampled = export.sample_tokens(None)
         device.finish(done)
+        assert sampled.get_kv_connector_output() == "KV output"
         sampled = sampled.get_output()
     else:
         device.finish(done)

@@ -65,6 +65,10 @@ class WithOutputs(AsyncModelRunnerOutput):
         out = self._inner.get_output()
         return with_outputs(out, self._outputs())
 
+    def get_kv_connector_output(self) -> Any:
+        """Return the step's KV output, which vLLM 0.33 reads when `get_output` has failed."""
+        return self._inner.get_kv_connector_output()  # type: ignore[attr-defined]
+
 
 def with_outputs(out: Any, outputs: dict[str, torch.Tensor]) -> Any:
     """Attach tensors by request to a runner output; vLLM sends them as `EngineCoreOutput.pooling_output`."""
