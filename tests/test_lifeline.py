@@ -92,12 +92,6 @@ def test_an_interrupt_from_the_terminal_does_not_reach_the_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 7
 
 
-def interrupt() -> None:
-    """Send this process SIGTERM, and drop SystemExit, as Python does in functions of `os.register_at_fork`."""
-    with contextlib.suppress(SystemExit):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize("side", ["after_in_child", "after_in_parent", "before"])
 def test_no_signal_is_lost_that_arrives_while_a_process_forks(side: str) -> None:
     """The child has the handlers of its parent, and ends. In the parent the event is set, and no function of
@@ -123,7 +117,8 @@ def test_no_signal_is_lost_that_arrives_while_a_process_forks(side: str) -> None
 def test_a_signal_ends_a_process_where_exceptions_are_dropped() -> None:
     def child() -> None:
         end_on_signals()
-        interrupt()
+        with contextlib.suppress(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
         os._exit(7)
 
     assert os.waitstatus_to_exitcode(os.waitpid(forked(child), 0)[1]) == 0

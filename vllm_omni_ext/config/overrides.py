@@ -142,9 +142,9 @@ def _merged(before: Any, over: Any, given: Mapping[str, Any]) -> Any:
     if changes.keys() & {"engine", CACHE}:
         engine = {**before.engine_overrides}
         if CACHE in changes:
-            engine |= {CACHE_FIELD: changes[CACHE]}
-            if changes[CACHE] is None:
-                del engine[CACHE_FIELD]
+            engine.pop(CACHE_FIELD, None)
+            if changes[CACHE] is not None:
+                engine[CACHE_FIELD] = changes[CACHE]
         changes["engine_overrides"] = engine | changes.pop("engine", {})
     return replace(before, **changes)
 

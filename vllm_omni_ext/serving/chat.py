@@ -7,7 +7,6 @@ into the sampling parameters, from which `AsyncOmni.generate` reads the key.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -33,7 +32,7 @@ from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.orchestrator.admission import Ticket
 from vllm_omni_ext.serving.answers import ChatAnswer, ChatStream, PartStream
 from vllm_omni_ext.serving.limits.media import PIXELS, MediaNotFetched, pixel_budget
-from vllm_omni_ext.serving.limits.validation import validate_json_values
+from vllm_omni_ext.serving.limits.validation import client_has_left, validate_json_values
 from vllm_omni_ext.serving.options import apply_to_frontend, check
 from vllm_omni_ext.serving.responses import BadRequest, as_vllm_error, printable
 from vllm_omni_ext.serving.served import ServedModel
@@ -119,10 +118,7 @@ class OmniServingChat(OpenAIServingChat):
             if inside is not None and isinstance(err, PromptTooLong):
                 raise
             answer = self.create_error_response(as_vllm_error(err))
-        if not isinstance(answer, ErrorResponse) or answer.error.code != HTTPStatus.BAD_REQUEST:
-            return answer
-        task = asyncio.current_task()
-        if not (task and task.cancelling()):  # else the client has disconnected, which vLLM answers with this code too
+        if isinstance(answer, ErrorResponse) and answer.error.code == HTTPStatus.BAD_REQUEST and not client_has_left():
             self.engine_client.observer.refused(RequestError(answer.error.message, parameter=answer.error.param or ""))
         return answer
 

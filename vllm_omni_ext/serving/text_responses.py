@@ -7,7 +7,6 @@ refuse every request. The metrics count the requests that these checks or vLLM r
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm_omni_ext.errors import OmniError, RequestError
 from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.serving.chat import METRICS
-from vllm_omni_ext.serving.limits.validation import count_refusal, validate_json_values
+from vllm_omni_ext.serving.limits.validation import client_has_left, count_refusal, validate_json_values
 from vllm_omni_ext.serving.options import CHUNKS, LIST, MODALITIES, read_modalities
 from vllm_omni_ext.serving.responses import as_vllm_error
 from vllm_omni_ext.serving.served import ServedModel
@@ -73,8 +72,7 @@ def _checked(handler: Any, stock: Callable[..., Any], model: ServedModel, route:
             model.omni.observer.refused(error)
             return handler.create_error_response(as_vllm_error(error))
         answer = await stock(request, raw_request, *args, **kwargs)
-        task = asyncio.current_task()
-        if isinstance(answer, ErrorResponse) and not (task and task.cancelling()):  # else the client has disconnected
+        if isinstance(answer, ErrorResponse) and not client_has_left():
             count_refusal(model.omni.observer, answer.error.code)
         return answer
 

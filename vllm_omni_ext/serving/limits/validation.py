@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import re
@@ -83,6 +84,12 @@ def count_refusal(observer: Observer, status: int, error: Exception | None = Non
     if status == HTTPStatus.BAD_REQUEST and not _was_counted(error):
         parameter = getattr(error, "parameter", None) or "body"
         observer.refused(RequestError("the request is not valid", parameter=parameter))
+
+
+def client_has_left() -> bool:
+    """Return whether the client of the current request has disconnected. vLLM then answers with an error response."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _was_counted(error: BaseException | None) -> bool:
