@@ -69,6 +69,9 @@ def test_a_damaged_record_is_left_out_and_logged_once(
         assert [found.id for found in store.batches()] == [batch.id]
         assert [found.id for found in store.files()] == [batch.input_file_id]
         assert store.as_object(batch)["cancelling_at"] >= batch.created_at
+        for read, name in ((store.file, "file"), (store.batch, "batch")):
+            with pytest.raises(NotFound):
+                read(f"{name}-{'0' * 32}")
     assert [record.getMessage().count("0.json: the record is damaged") for record in caplog.records] == [1, 1]
 
 

@@ -109,6 +109,11 @@ def test_limits_of_sessions_fit_together(model: str) -> None:
             )
         ),
         ("min_replicas", 2, "min_replicas: unknown key"),
+        (
+            "stage_overrides",
+            {"talker": {"replicas": 2, "min_replicas": 2}},
+            "stages.talker.min_replicas: LLM(omni=True) has no health probes; leave it out, got 2",
+        ),
         ("runner", "pooling", "runner: the stages choose their own runner; remove it"),
         ("convert", "embed", "convert: the stages choose their own; remove it"),
     ],

@@ -214,8 +214,8 @@ class Store:
         return self._files / f"{file_id}.jsonl"
 
     def file(self, file_id: str) -> FileRecord:
-        """Return a file's record; NotFound if no file has this id."""
-        return _read(self._files, file_id, FileRecord)
+        """Return a file's record; NotFound if no file has this id, or its record is damaged."""
+        return self._read(self._files, file_id, FileRecord)
 
     def open(self, file_id: str) -> tuple[FileRecord, IO[bytes]]:
         """Return a file's record, and its contents, which the caller closes; NotFound if no file has this id."""
@@ -280,8 +280,8 @@ class Store:
         return batch
 
     def batch(self, batch_id: str) -> Batch:
-        """Return a batch's record; NotFound if no batch has this id."""
-        return _read(self._batches, batch_id, Batch)
+        """Return a batch's record; NotFound if no batch has this id, or its record is damaged."""
+        return self._read(self._batches, batch_id, Batch)
 
     def batches(self) -> list[Batch]:
         """Return the records of all batches, the oldest first, without damaged ones."""
@@ -296,15 +296,23 @@ class Store:
     def _all(self, folder: Path, kind: type[Any]) -> list[Any]:
         found = []
         for name in sorted(path.stem for path in folder.glob("*.json")):
-            try:
-                found.append(_read(folder, name, kind))
-            except NotFound:  # deleted meanwhile
-                continue
-            except DAMAGED as err:
-                if name not in self._logged:
-                    log.error("%s: the record is damaged, and is left out: %s", folder / f"{name}.json", err)
-                self._logged.add(name)
+            with contextlib.suppress(NotFound):  # deleted meanwhile, or damaged
+                found.append(self._read(folder, name, kind))
         return found
+
+    def _read(self, folder: Path, name: str, kind: type[Any]) -> Any:
+        """Return a record; NotFound if there is none. A damaged record is logged once, and counts as none."""
+        path = folder / f"{name}.json"
+        try:
+            if _ID.fullmatch(name):
+                return msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            pass
+        except DAMAGED as err:
+            if name not in self._logged:
+                log.error("%s: the record is damaged, and is left out: %s", path, err)
+            self._logged.add(name)
+        raise NotFound(name)
 
     def _sends(self, batch: Batch) -> Path:
         return self._batches / f"{batch.id}.sends"
@@ -413,12 +421,3 @@ def is_id(text: str, kind: str) -> bool:
 def _write(path: Path, record: Any, *, synced: bool = True) -> None:
     with replaced(path, synced=synced) as file:
         file.write(msgspec.json.encode(record))
-
-
-def _read(folder: Path, name: str, kind: type[Any]) -> Any:
-    try:
-        if _ID.fullmatch(name):
-            return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
-    except FileNotFoundError:
-        pass
-    raise NotFound(name)

@@ -151,6 +151,10 @@ def from_kwargs(
         raise ConfigError("playground: LLM(omni=True) is a program without API servers; leave it out")
     if config.batch_dir is not None:
         raise ConfigError(f"batch_dir: LLM(omni=True) has no HTTP routes; leave it out, got {config.batch_dir}")
+    for spec in pipeline.stages:
+        if (least := config.stage(spec.name).min_replicas) != 1:
+            path = f"{stage_path(spec.name)}.min_replicas"
+            raise ConfigError(f"{path}: LLM(omni=True) has no health probes; leave it out, got {least}")
     refuse_joining(pipeline, config)
     return _plan(model, family, pipeline, hf_config, config, text_args, detect_machine())
 
