@@ -54,7 +54,18 @@ SHORTEST_PLUGIN = 3
 COORDINATOR_PAUSE_S = 1.0
 """Seconds between two attempts to start the coordinator."""
 
+UNREAD_S = 900
+"""Seconds after which Linux ends a connection whose client reads nothing of the data that waits for it.
+
+Otherwise the data would stay while the client's machine answers, also after the server has closed the connection."""
+
 log = logging.getLogger(__name__)
+
+
+def end_unread(sock: socket.socket) -> None:
+    """Let Linux end connections whose clients read nothing for `UNREAD_S`; they inherit it from `sock`."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
 
 
 def serve(plan: Plan, args: Namespace) -> int:
@@ -70,6 +81,7 @@ def serve(plan: Plan, args: Namespace) -> int:
     exit_on_signals(stopping)
     try:
         listen_address, sock = setup_server(args, reuse_port=False)
+        end_unread(sock)
     except OSError as error:
         where = f"--uds {args.uds}" if args.uds else f"--host {args.host or '0.0.0.0'} --port {args.port}"
         print(f"error: the server cannot listen at {where}: {error.strerror or error}", file=sys.stderr)

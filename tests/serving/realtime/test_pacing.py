@@ -51,6 +51,16 @@ def test_a_cancelled_answer_keeps_the_played_sound_and_takes_no_more() -> None:
     assert Pacer().cancel(0.0) == 0.0
 
 
+@pytest.mark.parametrize("pieces", [[100.0] * 10, [100.0, 100.0, 100.0, 20.0] * 50, [0.125, 33.3] * 20])
+def test_sound_that_was_played_to_its_end_has_exactly_the_length_that_was_sent(pieces: list[float]) -> None:
+    pacer, sent, now = Pacer(), 0.0, 10.0
+    for ms in pieces:
+        pacer.sent(ms, now)
+        sent += ms
+        now += ms / 1000
+    assert pacer.played_ms(now + 60) == sent
+
+
 @pytest.mark.parametrize("waiting", [False, True])
 async def test_a_cancelled_answer_has_no_further_piece(waiting: bool) -> None:
     pacer = Pacer()

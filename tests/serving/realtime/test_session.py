@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.realtime import OFFER, SILENT, SPOKEN, Driver, check_type, kinds, silence
+from vllm_omni_ext.serving.realtime.events import ClientError
 from vllm_omni_ext.serving.realtime.limits import Limits
+from vllm_omni_ext.serving.realtime.pacing import Pacer
 from vllm_omni_ext.serving.realtime.response import Usage
 from vllm_omni_ext.serving.realtime.session import Detect, Detection, StopTranscribing, Transcribe
 from vllm_omni_ext.serving.realtime.settings import Offer
@@ -83,6 +85,40 @@ def test_an_update_changes_the_given_fields_only() -> None:
     assert (detection["threshold"], detection["silence_duration_ms"]) == (0.7, 200)
     assert (session["instructions"], session["audio"]["output"]["voice"]) == ("Be brief.", "chelsie")
     assert update(driver, instructions=None)["session"]["instructions"] == ""
+
+
+def test_null_sets_fields_of_objects_to_their_defaults() -> None:
+    driver = Driver(manual=False)
+    default = driver.events[0]["session"]["audio"]
+    changed = {"type": "server_vad", "threshold": 0.7, "prefix_padding_ms": 10, "create_response": False}
+    update(driver, audio={"input": {"turn_detection": changed}})
+    nulls = {**dict.fromkeys(changed), "type": "server_vad"}
+    assert update(driver, audio={"input": {"turn_detection": nulls}})["session"]["audio"] == default
+    unknown = {"type": "server_vad", "volume": None}
+    error = update(driver, audio={"input": {"turn_detection": unknown}})["error"]
+    assert error["param"] == "session.audio.input.turn_detection.volume"
+    pcm = {"type": "audio/pcm", "rate": None}
+    assert update(driver, audio={"output": {"format": pcm}})["session"]["audio"] == default
+
+
+@pytest.mark.parametrize("given", [None, {"input": None, "output": None}])
+def test_null_sets_all_of_audio_to_its_defaults(given: Any) -> None:
+    driver = Driver(manual=False)
+    default = driver.events[0]["session"]["audio"]
+    fields = {"format": {"type": "audio/pcmu"}, "turn_detection": None, "transcription": {"language": "de"}}
+    update(driver, audio={"input": fields, "output": {"format": {"type": "audio/pcma"}, "voice": "chelsie"}})
+    assert update(driver, audio=given)["session"]["audio"] == default
+    update(driver, audio={"output": {"voice": "chelsie"}})
+    assert update(driver, audio={"input": None})["session"]["audio"]["output"]["voice"] == "chelsie"
+
+
+def test_unchanged_settings_are_shared_and_not_copied() -> None:
+    driver = Driver()
+    update(driver, tools=[{"type": "function", "name": "f", "parameters": {}}])
+    tools = driver.session.settings["tools"]
+    update(driver, instructions="Be brief.")
+    driver.respond(instructions="Be long.")
+    assert driver.session.settings["tools"] is tools and driver.generate.settings["tools"] is tools
 
 
 @pytest.mark.parametrize(
@@ -342,6 +378,16 @@ def test_a_commit_makes_an_item_and_no_response() -> None:
     assert error_of(driver.send("input_audio_buffer.commit"))["code"] == "input_audio_buffer_commit_empty"
 
 
+def test_a_commit_needs_100_ms_at_any_position_of_the_sound() -> None:
+    driver, samples = Driver(), 2400
+    for before in (2402, 2403, 2405, 2411):
+        for count in (before, samples):
+            driver.send("input_audio_buffer.append", audio=base64.b64encode(bytes(2 * count)).decode())
+            assert kinds(driver.send("input_audio_buffer.commit")) == COMMITTED
+    driver.send("input_audio_buffer.append", audio=base64.b64encode(bytes(2 * (samples - 1))).decode())
+    assert error_of(driver.send("input_audio_buffer.commit"))["code"] == "input_audio_buffer_commit_empty"
+
+
 def test_a_cleared_buffer_is_empty_and_a_full_one_refuses_sound() -> None:
     driver = Driver(limits=Limits(buffer_bytes=48 * 200))
     driver.append(150)
@@ -365,6 +411,17 @@ def test_a_turn_ends_when_the_buffer_is_full_and_the_next_turn_begins_there() ->
     assert kinds(driver.hear(512, SILENT))[0] == "input_audio_buffer.speech_stopped"
 
 
+def test_a_full_buffer_without_speech_loses_its_oldest_sound() -> None:
+    driver = Driver(manual=False, limits=Limits(buffer_bytes=48 * 3200))
+    update(driver, audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}})
+    driver.answer(driver.respond(), "Yes.", ms=700)
+    (triggered, committed, *_) = driver.hear(5024, SILENT)
+    assert (triggered["type"], triggered["audio_end_ms"]) == ("input_audio_buffer.timeout_triggered", 5000)
+    sound = driver.session.conversation.find(committed["item_id"]).content[0].sound
+    assert sound is not None and sound.ms == 3200 - 24
+    assert kinds(driver.hear(96, SPOKEN))[0] == "input_audio_buffer.speech_started"
+
+
 def test_sound_that_never_fits_ends_no_turn() -> None:
     driver = Driver(manual=False, limits=Limits(buffer_bytes=48 * 1600))
     driver.hear(320, SPOKEN)
@@ -372,12 +429,14 @@ def test_sound_that_never_fits_ends_no_turn() -> None:
     assert kinds(driver.hear(512, SILENT))[0] == "input_audio_buffer.speech_stopped"
 
 
-def test_the_format_of_buffered_sound_cannot_change() -> None:
+def test_the_format_of_sound_in_the_buffer_or_in_an_item_cannot_change() -> None:
     driver = Driver()
     driver.append(100)
     pcmu = {"input": {"format": {"type": "audio/pcmu"}}}
     assert update(driver, audio=pcmu)["error"]["param"] == "session.audio.input.format"
-    driver.send("input_audio_buffer.clear")
+    driver.send("input_audio_buffer.commit")
+    assert update(driver, audio=pcmu)["error"]["param"] == "session.audio.input.format", "an item has sound"
+    driver.send("conversation.item.delete", item_id=driver.checker.items[0])
     assert update(driver, audio=pcmu)["session"]["audio"]["input"]["format"] == {"type": "audio/pcmu"}
     driver.send("input_audio_buffer.append", audio=base64.b64encode(b"\xff" * 800).decode())
     driver.send("input_audio_buffer.commit")
@@ -571,6 +630,27 @@ def test_one_response_at_a_time_writes_to_the_conversation() -> None:
     assert len(driver.checker.items) == 1
 
 
+def test_a_response_that_may_not_begin_is_refused_before_its_fields_are_read() -> None:
+    driver = Driver(limits=Limits(responses=0))
+    driver.respond()
+    wrong = {"audio": {"output": {"voice": "nobody"}}}
+    for own, code in (
+        ({}, "conversation_already_has_active_response"),
+        ({"conversation": "none"}, "too_many_responses"),
+    ):
+        assert error_of(driver.send("response.create", response={**wrong, **own}))["code"] == code
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_choice_of_tools_without_tools_is_refused(choice: Any) -> None:
+    driver = Driver()
+    assert error_of(driver.send("response.create", response={"tool_choice": choice}))["param"] == "response.tool_choice"
+    update(driver, tool_choice=choice)
+    assert error_of(driver.send("response.create"))["param"] == "response.tool_choice"
+    driver.respond(tools=[{"type": "function", "name": "weather"}])
+    assert driver.generate.settings["tool_choice"] == choice
+
+
 def test_the_input_of_a_response_may_name_items() -> None:
     driver = Driver()
     driver.user("a", id="a")
@@ -634,6 +714,17 @@ def test_a_draining_server_begins_no_response() -> None:
     assert error_of(driver.send("response.create"))["code"] == "server_shutting_down"
 
 
+def test_each_refusal_of_a_draining_server_is_an_own_error() -> None:
+    driver = Driver()
+    driver.session.drain()
+    raised = []
+    for _ in range(2):
+        with pytest.raises(ClientError, match="shutting down") as caught:
+            driver.session._create_response(None)
+        raised.append(caught.value)
+    assert raised[0] is not raised[1], "an exception that is raised again keeps the frames of all its tracebacks"
+
+
 # -- truncation -------------------------------------------------------------------------------------------------
 
 
@@ -667,6 +758,16 @@ def test_only_sound_of_the_assistant_can_be_truncated() -> None:
     for index in (0, 1):
         events = driver.send("conversation.item.truncate", item_id="a", content_index=index, audio_end_ms=0)
         assert error_of(events)["param"] == "content_index"
+
+
+def test_a_transcript_that_a_client_has_created_may_be_truncated_to_nothing() -> None:
+    driver = Driver()
+    parts = [{"type": "output_audio", "transcript": "one two"}]
+    driver.send("conversation.item.create", item={"type": "message", "role": "assistant", "content": parts, "id": "a"})
+    driver.send("conversation.item.truncate", item_id="a", content_index=0, audio_end_ms=0)
+    assert driver.kinds()[-1] == "conversation.item.truncated"
+    driver.respond()
+    assert driver.generate.messages == []
 
 
 def test_a_truncated_part_is_named_by_its_index() -> None:
@@ -787,6 +888,29 @@ def test_speech_after_the_response_truncates_sound_that_is_still_played() -> Non
     driver.answer(response, "one two", ms=300)
     driver.playback.played[response] = 100
     assert kinds(driver.hear(96, SPOKEN)) == ["input_audio_buffer.speech_started", "conversation.item.truncated"]
+
+
+def test_speech_after_an_answer_that_was_played_truncates_nothing() -> None:
+    driver, pacer = Driver(manual=False), Pacer()
+    response = driver.respond()
+    driver.take(driver.session.text(response, "one two"))
+    driver.session.made(response, 1000, last=True)
+    for at in range(10):
+        pacer.sent(100, at / 10)
+        driver.take(driver.session.sound(response, bytes(4800), 100))
+    driver.answer(response)
+    driver.playback.played[response] = pacer.played_ms(60.0)
+    assert kinds(driver.hear(96, SPOKEN)) == ["input_audio_buffer.speech_started"]
+    driver.hear(640, SILENT)
+    assert driver.generate.messages[0] == {"role": "assistant", "content": "one two"}
+
+
+def test_speech_truncates_no_sound_of_which_less_than_a_millisecond_is_unplayed() -> None:
+    driver = Driver(manual=False)
+    response = driver.respond()
+    driver.answer(response, "one two", ms=300)
+    driver.playback.played[response] = 299.5
+    assert kinds(driver.hear(96, SPOKEN)) == ["input_audio_buffer.speech_started"]
 
 
 def test_without_interruption_the_response_goes_on_and_the_turn_gets_no_other() -> None:

@@ -56,6 +56,15 @@ def test_the_events_come_with_the_frame_that_decides() -> None:
 KINDS = (SpeechStarted, SpeechStopped)
 
 
+def test_the_events_come_with_the_same_frames_at_any_position_of_the_sound() -> None:
+    for sample in range(2400, 4800):  # at 24 kHz
+        detector, begin = TurnDetector(ServerVad(silence_duration_ms=10 * FRAME)), sample / 24
+        detector.drop(begin)
+        ends = [(begin + FRAME * at, float(at <= 4)) for at in range(1, 16)]
+        found = [at for at, each in enumerate(ends, 1) if detector.write([each])]
+        assert found == [2, 14], begin
+
+
 @pytest.mark.parametrize(
     ("settings", "begin"),
     [({"prefix_padding_ms": 0}, 960.0), ({"prefix_padding_ms": 100}, 860.0), ({"prefix_padding_ms": 5000}, 0.0)],

@@ -135,7 +135,7 @@ async def test_models_run_in_threads_of_their_own(dialogue: Any, monkeypatch: py
     expected = SileroVad().push(sound)
     monkeypatch.setattr(SileroVad, "_run", recorded)
     many = [SileroVad() for _ in range(6)]
-    assert await asyncio.gather(*(each.push_aside(sound) for each in many)) == [expected] * 6
+    assert await asyncio.gather(*(onnx.aside(each.push, sound) for each in many)) == [expected] * 6
     assert len(set(names)) <= onnx.THREADS
     assert all(name.startswith("omni-vad") for name in names)
 

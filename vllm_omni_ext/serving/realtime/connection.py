@@ -41,6 +41,7 @@ from vllm_omni_ext.serving.realtime.session import (
     StopAhead,
     StopTranscribing,
     Transcribe,
+    shutting_down,
 )
 from vllm_omni_ext.serving.realtime.settings import Offer
 
@@ -49,11 +50,16 @@ logger = init_logger(__name__)
 NORMAL, GOING_AWAY, POLICY, INTERNAL = 1000, 1001, 1008, 1011
 """Codes that close a WebSocket."""
 
-EXPIRED, IDLE = "session_expired", "session_idle"
-"""Codes of errors that end a session by its limits of time, and refuse no event of the client."""
+EXPIRED, IDLE, TOO_SLOW = "session_expired", "session_idle", "client_too_slow"
+"""Codes of errors that end a session by its limits of time or memory, and refuse no event of the client."""
 
 CLOSE_S = 5.0
 """Seconds that the server waits, before it closes a connection, until its queued events are sent."""
+
+DETECT_BYTES = 64 << 10
+"""Largest size of the pieces, of whole samples, in which sound passes turn detection: 1.4 s of PCM, 8 s of G.711.
+
+They limit the time and the memory of each step, so that large events do not delay the turns of other sessions."""
 
 
 class Closing(Exception):
@@ -117,7 +123,7 @@ class Connection:
         self._stage_metrics = stage_metrics
         self._clock = clock
         self._speech = speech
-        self._answers = Answers(chat, self._take, metrics, clock)
+        self._answers = Answers(chat, self._take_answer, metrics, clock)
         self._session = self._answers.session = Session(
             offer,
             limits,
@@ -131,6 +137,9 @@ class Connection:
         self._sounds: dict[str, deque[_Unsent]] = {}
         """Events in `_out` that contain sound, by response id."""
         self._unsent = 0
+        self._room = asyncio.Event()
+        """Set while the events in `_out` have at most half of `unsent_bytes`: the client's next event may be read."""
+        self._room.set()
         self._draining = False
         self._closed = False
         self._writer: asyncio.Task[None] | None = None
@@ -142,7 +151,7 @@ class Connection:
         try:
             await asyncio.wait([writer, reader], return_when=asyncio.FIRST_COMPLETED)
             if not writer.done() and self._closed:
-                await writer  # sends the queued events before the close
+                await asyncio.wait([writer])  # sends the queued events before the close
         finally:
             writer.cancel()
             reader.cancel()
@@ -191,23 +200,39 @@ class Connection:
                 self._take(self._session.error(error))
             else:
                 await self._carry_out(self._session.receive(text))
+            await asyncio.sleep(0)  # `receive` does not yield while events are queued
 
     async def _receive(self) -> Any:
+        """Return the next message of the client, after the client has read the events that earlier ones have caused."""
         try:
             async with asyncio.timeout(self._limits.idle_s):
+                await self._room.wait()
                 return await self._websocket.receive()
         except TimeoutError as error:
-            text = f"no event for {self._limits.idle_s:g} s"
-            raise Closing(POLICY, ClientError(text, code=IDLE)) from error
+            idle = ClientError(f"no event for {self._limits.idle_s:g} s", code=IDLE)
+            raise Closing(POLICY, idle if self._room.is_set() else too_slow()) from error
 
     async def _carry_out(self, outs: Outs) -> None:
         """Send events and execute commands. The next event of the client is read after all `Detect`s are executed."""
         self._take([out for out in outs if not isinstance(out, Detect)])
         for out in outs:
-            if isinstance(out, Detect) and (detector := self._session.detector) is not None:
-                self._take(self._session.frames(await self._speech.push(out.data, detector)))
+            if isinstance(out, Detect):
+                await self._detect(out.data)
+
+    async def _detect(self, data: bytes) -> None:
+        """Pass sound through turn detection; turns that a piece starts or ends change the detector for the next one."""
+        for at in range(0, len(data), DETECT_BYTES):
+            if (detector := self._session.detector) is not None:
+                frames = await self._speech.push(data[at : at + DETECT_BYTES], detector)
+                self._take(self._session.frames(frames))
 
     # -- to the client ------------------------------------------------------------------------------------------
+
+    def _take_answer(self, outs: Outs) -> None:
+        """Like `_take`, for a running request. It does not wait for a client that does not read, as `_receive` does."""
+        if self._unsent > self._limits.unsent_bytes:
+            self._close(Closing(POLICY, too_slow()), sent=True)
+        self._take(outs)
 
     def _take(self, outs: Outs) -> None:
         for out in outs:
@@ -230,8 +255,7 @@ class Connection:
                 case dict():
                     self._send(out)
         if self._draining and not self._session.busy:
-            error = ClientError("the server is shutting down", code="server_shutting_down", kind=SERVER_ERROR)
-            self._close(Closing(GOING_AWAY, error), sent=True)
+            self._close(Closing(GOING_AWAY, shutting_down()), sent=True)
 
     def _send(self, event: Event) -> None:
         if self._closed:
@@ -240,11 +264,7 @@ class Connection:
         if self._stage_metrics and event["type"] == "response.done":
             event["response"]["metrics"] = self._answers.stage_metrics(event["response"]["id"])
         text = json.dumps(event, separators=(",", ":"))
-        if self._unsent > self._limits.unsent_bytes:
-            error = ClientError("the client does not read its events", code="client_too_slow")
-            self._close(Closing(POLICY, error), sent=True)
-            return
-        self._unsent += len(text)
+        self._add_unsent(len(text))
         unsent = _Unsent(text)
         if event["type"] == "response.output_audio.delta":
             unsent.sound_of = event["response_id"]
@@ -254,8 +274,15 @@ class Connection:
     def _drop_sound(self, response_id: str) -> None:
         """Drop the queued events with sound of a response. Events are queued while the client does not read."""
         for unsent in self._sounds.pop(response_id, ()):
-            self._unsent -= len(unsent.text)
+            self._add_unsent(-len(unsent.text))
             unsent.text = ""
+
+    def _add_unsent(self, size: int) -> None:
+        self._unsent += size
+        if self._unsent > self._limits.unsent_bytes // 2:
+            self._room.clear()
+        else:
+            self._room.set()
 
     def _count(self, event: Event) -> None:
         if event["type"] == "response.done":
@@ -268,7 +295,7 @@ class Connection:
             self._metrics.of(REALTIME_TURNS).inc()
         elif event["type"] == "error":
             error = event["error"]
-            if error["type"] == INVALID_REQUEST and error["code"] not in (EXPIRED, IDLE):
+            if error["type"] == INVALID_REQUEST and error["code"] not in (EXPIRED, IDLE, TOO_SLOW):
                 self._metrics.of(ERRORS, RequestError.__name__, "").inc()
 
     def _close(self, closing: Closing, *, sent: bool = False) -> None:
@@ -302,7 +329,12 @@ class Connection:
                     del self._sounds[item.sound_of]
             if item.text:
                 await self._websocket.send_text(item.text)
-                self._unsent -= len(item.text)
+                self._add_unsent(-len(item.text))
+
+
+def too_slow() -> ClientError:
+    """Return the error that ends the session of a client that does not read its events."""
+    return ClientError("the client does not read its events", code=TOO_SLOW)
 
 
 def new_id(prefix: str) -> str:

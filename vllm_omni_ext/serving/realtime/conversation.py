@@ -97,9 +97,9 @@ def cut(text: str, heard_ms: float, made_ms: float, *, whole: bool) -> str:
     Args:
         heard_ms: length of the played sound, in ms.
         made_ms: length of the sound that has been generated for the text, in ms.
-        whole: all sound for the text has been generated.
+        whole: all sound for the text has been generated; a text that a client has created has no sound.
     """
-    if heard_ms >= made_ms and whole:
+    if whole and made_ms and heard_ms >= made_ms:
         return text
     weights = [WIDE if unicodedata.east_asian_width(each) in "WF" else 1 for each in text]
     budget = sum(weights) * heard_ms / made_ms if made_ms else 0.0

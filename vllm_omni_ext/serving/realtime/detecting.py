@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.modalities.sound import Samples
-from vllm_omni_ext.serving.realtime import smart_turn, vad
+from vllm_omni_ext.serving.realtime import onnx, smart_turn, vad
 from vllm_omni_ext.serving.realtime.pcm import RATES, Decoder, SoundFormat
 from vllm_omni_ext.serving.realtime.smart_turn import SmartTurn
 from vllm_omni_ext.serving.realtime.turns import TurnDetector
@@ -79,9 +79,8 @@ class SpeechFrames:
         The probabilities of complete turns that `detector` reads for these frames are computed too; `completeness`
         returns them.
         """
-        assert self._decoder is not None and self._vad is not None, "detection is on"
-        samples = self._decoder.write(data)
-        frames = [(self._from_ms + end, each) for end, each in await self._vad.push_aside(samples)]
+        samples, found = await onnx.aside(self._run, data)
+        frames = [(self._from_ms + end, each) for end, each in found]
         self._keep(samples)
         await self._compute(frames, detector)
         return frames
@@ -91,6 +90,12 @@ class SpeechFrames:
         if (start_ms, end_ms) not in self._computed:
             raise _Needed(start_ms, end_ms)
         return self._computed[start_ms, end_ms]
+
+    def _run(self, data: bytes) -> tuple[Samples, Frames]:
+        """Return the samples of `data`, and the frames that they complete, whose ends count from `begin` on."""
+        assert self._decoder is not None and self._vad is not None, "detection is on"
+        samples = self._decoder.write(data)
+        return samples, self._vad.push(samples)
 
     async def _compute(self, frames: Frames, detector: TurnDetector) -> None:
         """Compute the probabilities of complete turns that the detector reads for the frames.

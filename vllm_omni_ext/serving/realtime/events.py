@@ -88,6 +88,17 @@ class Strict(BaseModel):
         return value
 
 
+class Defaulted(Strict):
+    """Base class of objects in which `null` sets a field to its default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if each is not None or name not in cls.model_fields}
+
+
 def _whole_tokens(value: Any) -> Any:
     if value == "inf" or (type(value) is int and 1 <= value <= MOST_TOKENS):
         return value
@@ -117,7 +128,7 @@ Modalities = Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_l
 # -- fields of the session and of a response --------------------------------------------------------------------
 
 
-class Pcm(Strict):
+class Pcm(Defaulted):
     """Samples of 16 bits, little-endian, mono, 24 kHz."""
 
     type: Literal["audio/pcm"]
@@ -139,7 +150,7 @@ class Pcma(Strict):
 Format = Annotated[Pcm | Pcmu | Pcma, Field(discriminator="type")]
 
 
-class ServerVad(Strict):
+class ServerVad(Defaulted):
     """`turn_detection` that ends a turn after a fixed duration of silence; see `turns.ServerVad`."""
 
     type: Literal["server_vad"]
@@ -151,7 +162,7 @@ class ServerVad(Strict):
     idle_timeout_ms: int | None = Field(None, ge=5000, le=30_000)
 
 
-class SemanticVad(Strict):
+class SemanticVad(Defaulted):
     """`turn_detection` that ends a turn after silence, sooner if the turn is complete; see `turns.SemanticVad`."""
 
     type: Literal["semantic_vad"]

@@ -27,6 +27,7 @@ class Pacer:
             raise ValueError(f"ahead_ms must not be negative, got {ahead_ms}")
         self._ahead_s = ahead_ms / MS
         self._player = Player()
+        self._sent_ms = 0.0
         self._cancelled_ms: float | None = None
 
     @property
@@ -45,12 +46,16 @@ class Pacer:
         if ms < 0:
             raise ValueError(f"ms must not be negative, got {ms}")
         self._player.receive(ms / MS, now)
+        self._sent_ms += ms
 
     def played_ms(self, now: float) -> float:
-        """Return the milliseconds of sound that the client has played; after `cancel`, those played until `cancel`."""
+        """Return the milliseconds of sound that the client has played; after `cancel`, those played until `cancel`.
+
+        After all sound was played, it is exactly the sum of the pieces.
+        """
         if self._cancelled_ms is not None:
             return self._cancelled_ms
-        return max(0.0, self._player.sound - self._player.unplayed(now)) * MS
+        return max(0.0, self._sent_ms - self._player.unplayed(now) * MS)
 
     def remaining_ms(self, now: float) -> float:
         """Return the milliseconds of sent sound that the client has not played yet; 0 after `cancel`."""

@@ -64,7 +64,13 @@ LETTERS_A_TOKEN, MS_A_TOKEN, PICTURE_TOKENS = 4, 80, 1000
 
 They determine how many items are dropped from a prompt. Whether the prompt is too long does not depend on them."""
 
-DRAINING = "server_shutting_down"
+LEAST_UNPLAYED_MS = 1.0
+"""Least length of unplayed sound, in ms, for which an interruption truncates an item."""
+
+
+def shutting_down() -> ClientError:
+    """Return a new error for a session of a server that is shutting down."""
+    return ClientError("the server is shutting down", code="server_shutting_down", kind=SERVER_ERROR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +221,7 @@ class Session:
         self._dropped: set[str] = set()
         """Ids of items that prompts no longer contain, because a prompt was too long."""
         self._transcribing: set[str] = set()
-        self._refused: ClientError | None = None
+        self._draining = False
 
     # -- beginning and end --------------------------------------------------------------------------------------
 
@@ -245,8 +251,8 @@ class Session:
 
     def drain(self) -> Outs:
         """Refuse new responses from now on, as the server shuts down. Return the error event for the client."""
-        self._refused = ClientError("the server is shutting down", code=DRAINING, kind=SERVER_ERROR)
-        return self._numbered([self._refused.event()])
+        self._draining = True
+        return self._numbered([shutting_down().event()])
 
     def error(self, error: ClientError) -> Outs:
         """Return the `error` event for an error that does not refer to the `event_id` of a client's event."""
@@ -297,8 +303,9 @@ class Session:
 
     def _update(self, fields: SessionFields) -> Outs:
         before = self._input
+        sounding = len(self.buffer) > 0 or any(item.sound_bytes() for item in self.conversation)
         self.settings = settings.updated(
-            self.settings, fields, self._offer, voice_fixed=self._voice_fixed, buffered=len(self.buffer) > 0
+            self.settings, fields, self._offer, voice_fixed=self._voice_fixed, sounding=sounding
         )
         outs: Outs = [event("session.updated", session=self.settings)]
         now = self._input
@@ -317,22 +324,25 @@ class Session:
     def _append(self, given: events.Append) -> Outs:
         data = decoded(given.audio, self._input["format"], "audio")
         outs: Outs = []
-        if self._detector is not None and self._detector.speaking and self.buffer.must_empty_for(data):
-            end_ms = self.buffer.end_ms
-            self._detector.drop(end_ms)
-            outs = self._turn(SpeechStopped(end_ms))
+        if self._detector is not None and self.buffer.must_empty_for(data):
+            if self._detector.speaking:
+                end_ms = self.buffer.end_ms
+                self._detector.drop(end_ms)
+                outs = self._turn(SpeechStopped(end_ms))
+            else:  # without it, no sound would reach the detector again
+                self.buffer.make_room_for(data)
         self.buffer.append(data)
         if self._detector is None:
             return self._compute_ahead()
         return [*outs, Detect(data=data)] if data else []
 
     def _commit(self) -> Outs:
-        if self.buffer.end_ms - self.buffer.start_ms < SHORTEST_MS:
+        sound = self.buffer.peek()
+        if sound.ms < SHORTEST_MS:
             raise ClientError(
                 f"the input audio buffer must have {SHORTEST_MS} ms of sound or more",
                 code="input_audio_buffer_commit_empty",
             )
-        sound = self.buffer.peek()
         item = self._user_item(self._speech_item or self._new_id("item"), sound)
         self.conversation.check(item)
         self.buffer.clear()
@@ -351,7 +361,7 @@ class Session:
     def _compute_ahead(self) -> Outs:
         """Return a `ComputeAhead` if 1 / `STEPS_A_BLOCK` of a block or more has arrived since the last one, else []."""
         block = self._offer.block_ms
-        if block is None or self._current is not None or self._refused is not None:
+        if block is None or self._current is not None or self._draining:
             return []
         if self._detector is not None and not self._detector.speaking:
             return []
@@ -467,7 +477,8 @@ class Session:
             outs += self._abort(self._current, "turn_detected")
         if spoken is not None and spoken.spoken is not None:
             item, part = spoken.spoken
-            if item in self.conversation and played < part.sent_ms and part.heard_ms in (None, part.sent_ms):
+            unplayed = part.sent_ms - played >= LEAST_UNPLAYED_MS
+            if unplayed and item in self.conversation and part.heard_ms in (None, part.sent_ms):
                 outs += self._cut(item, part, played)
         self._last_spoken = None
         return outs
@@ -532,9 +543,8 @@ class Session:
     # -- responses ----------------------------------------------------------------------------------------------
 
     def _create_response(self, fields: events.ResponseFields | None) -> Outs:
-        if self._refused is not None:
-            raise self._refused
-        own = settings.of_response(self.settings, fields, self._offer, voice_fixed=self._voice_fixed)
+        if self._draining:
+            raise shutting_down()
         writes = fields is None or fields.conversation != "none"
         if writes and self._current is not None:
             raise ClientError(
@@ -548,6 +558,10 @@ class Session:
                 f"at most {self._limits.responses} responses outside of the conversation run at once",
                 code="too_many_responses",
             )
+        own = settings.of_response(self.settings, fields, self._offer, voice_fixed=self._voice_fixed)
+        if not own["tools"] and own["tool_choice"] not in ("auto", "none"):
+            param = "response.tool_choice"
+            raise ClientError(f"{param}: there are no `tools` to call", code=WRONG_VALUE, param=param)
         given = None if fields is None else fields.input
         response = Response(
             self._new_id("resp"),

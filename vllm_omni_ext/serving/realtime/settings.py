@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -131,14 +130,14 @@ def _default_detection(offer: Offer) -> dict[str, Any] | None:
 
 
 def updated(
-    current: Settings, fields: SessionFields, offer: Offer, *, voice_fixed: bool = False, buffered: bool = False
+    current: Settings, fields: SessionFields, offer: Offer, *, voice_fixed: bool = False, sounding: bool = False
 ) -> Settings:
     """Return a copy of the settings, changed by the fields of `session.update`; `null` sets a field to its default.
 
     Args:
         current: the settings; not changed.
         voice_fixed: the session has answered with sound, so that the voice cannot change.
-        buffered: the input audio buffer has sound, so that its format cannot change.
+        sounding: the session has sound of the user, so that its format cannot change: items have sound as it was sent.
 
     Raises:
         ClientError: a field is invalid, not supported, or cannot change now.
@@ -150,17 +149,24 @@ def updated(
         raise ClientError(
             f"{path}.model: a session has one model, {current['model']}", code=WRONG_VALUE, param=f"{path}.model"
         )
-    new = deepcopy(current)
-    new |= _inference(fields, offer, path, defaults(offer, "", 0))
+    new, default = _copied(current), defaults(offer, "", 0)
+    new |= _inference(fields, offer, path, default)
     if "truncation" in fields.model_fields_set:
         new["truncation"] = _truncation(fields.truncation, f"{path}.truncation")
-    _apply_audio(new["audio"], fields.audio, offer, f"{path}.audio")
+    if "audio" in fields.model_fields_set:
+        _apply_audio(new["audio"], fields.audio, default["audio"], offer, f"{path}.audio")
     if voice_fixed and new["audio"]["output"]["voice"] != current["audio"]["output"]["voice"]:
         raise voice_error(f"{path}.audio.output.voice")
-    if buffered and new["audio"]["input"]["format"] != current["audio"]["input"]["format"]:
+    if sounding and new["audio"]["input"]["format"] != current["audio"]["input"]["format"]:
         param = f"{path}.audio.input.format"
-        raise ClientError(f"{param}: the input audio buffer has sound; clear it first", code=WRONG_VALUE, param=param)
+        message = f"{param}: cannot change while the input audio buffer or an item has sound"
+        raise ClientError(message, code=WRONG_VALUE, param=param)
     return new
+
+
+def _copied(settings: Settings) -> Settings:
+    """Return a copy of the settings. Values that are not changed in place, such as `tools`, are shared."""
+    return {**settings, "audio": {name: dict(each) for name, each in settings["audio"].items()}}
 
 
 def voice_error(param: str) -> ClientError:
@@ -187,7 +193,7 @@ def of_response(current: Settings, fields: ResponseFields | None, offer: Offer, 
         return current
     path = "response"
     _refuse(fields, REFUSED, path)
-    new = deepcopy(current)
+    new = _copied(current)
     new |= _inference(fields, offer, path, current)
     output = None if fields.audio is None else fields.audio.output
     if output is not None:
@@ -268,11 +274,13 @@ def _truncation(given: Any, path: str) -> Any:
     return {"type": ratio.type, "retention_ratio": ratio.retention_ratio}
 
 
-def _apply_audio(current: Settings, fields: Audio | None, offer: Offer, path: str) -> None:
-    if fields is not None and fields.input is not None:
+def _apply_audio(current: Settings, fields: Audio | None, default: Settings, offer: Offer, path: str) -> None:
+    fields = Audio(input=None, output=None) if fields is None else fields
+    if fields.input is not None:
         _apply_input(current["input"], fields.input, offer, f"{path}.input")
-    if fields is not None and fields.output is not None:
+    if fields.output is not None:
         _apply_output(current["output"], fields.output, offer, f"{path}.output")
+    current |= {name: default[name] for name in fields.model_fields_set if getattr(fields, name) is None}
 
 
 def _apply_input(current: Settings, fields: AudioInput, offer: Offer, path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets,
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
 from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
 from vllm_omni_ext.serving.realtime.events import (
+    UNKNOWN,
     WRONG_VALUE,
     ClientError,
     SessionFields,
@@ -197,6 +198,7 @@ class OmniServingRealtime:
             raise ClientError("the server is shutting down", code="server_shutting_down")
         if len(self._connections) >= self.limits.sessions:
             raise ClientError(f"this server has {self.limits.sessions} sessions", code="too_many_sessions")
+        _check_query(websocket)
         config = self._config(websocket.scope)
         model = websocket.query_params.get("model") or (None if config is None else config.model)
         return Connection(
@@ -219,6 +221,29 @@ class OmniServingRealtime:
         """End all sessions, each after its running responses; called when the server begins to shut down."""
         for connection in tuple(self._connections):
             connection.drain()
+
+
+QUERY = ("model", METRICS)
+"""Query parameters of a handshake."""
+
+REFUSED_QUERY: Mapping[str, str] = {
+    "call_id": "there are no calls of WebRTC and SIP; open a session with `model`",
+    "intent": "there are no transcription sessions; use `audio.input.transcription` of a session",
+}
+"""Query parameters of the protocol that are refused, and the reasons."""
+
+
+def _check_query(websocket: WebSocket) -> None:
+    """Check the names of the query parameters.
+
+    Raises:
+        ClientError: a parameter is unknown, or this server does not support it.
+    """
+    for name in websocket.query_params:
+        if name in REFUSED_QUERY:
+            raise settings.unsupported(name, REFUSED_QUERY[name])
+        if name not in QUERY:
+            raise ClientError(f"{name:.100}: is unknown", code=UNKNOWN, param=f"{name:.100}")
 
 
 def _wants_metrics(websocket: WebSocket) -> bool:

@@ -110,6 +110,11 @@ class InputBuffer:
         """Return whether `append` refuses the sound now, and accepts it if the buffer is empty."""
         return len(self._data) + len(data) > self._most >= len(data)
 
+    def make_room_for(self, data: bytes) -> None:
+        """Remove the oldest sound, as much as `append` needs; `must_empty_for` has returned True."""
+        lacking = len(self._data) + len(data) - self._most
+        self._drop(lacking + lacking % self._sample)
+
     def append(self, data: bytes) -> None:
         """Append sound.
 

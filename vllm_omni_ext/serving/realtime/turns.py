@@ -17,6 +17,9 @@ LEAST_RELEASE = 0.01
 LEAST_SPEECH_MS = 64.0
 """Least duration of speech that begins a turn; shorter sounds are e.g. clicks."""
 
+ROUNDING_MS = 1e-3
+"""Upper limit of the rounding error in a difference of two positions, which need not be whole numbers."""
+
 PAUSE_MS = 200.0
 """Milliseconds of silence after which semantic detection computes whether the turn is complete."""
 
@@ -219,7 +222,7 @@ class TurnDetector:
         if self._candidate is None or released:
             self._candidate = None
             return self._idle(begin, end)
-        if end - self._candidate < LEAST_SPEECH_MS:
+        if end - self._candidate < LEAST_SPEECH_MS - ROUNDING_MS:
             return []
         self._started = max(self._free_from, self._candidate - self._settings.prefix_padding_ms)
         self._candidate = self._silent_from = self._idle_from = None
@@ -246,7 +249,7 @@ class TurnDetector:
                 return []
             self._silent_from, self._judged = begin, False
         silence = self._silence(self._silent_from, end)
-        if end - self._silent_from < silence:
+        if end - self._silent_from < silence - ROUNDING_MS:
             return []
         self._free_from = self._silent_from + silence
         self._started = self._silent_from = None

@@ -69,10 +69,6 @@ class SileroVad:
         ends = 1e3 * WINDOW / RATE_HZ * np.arange(first + 1, self._frames + 1)
         return list(zip(ends.tolist(), probabilities.tolist(), strict=True))
 
-    async def push_aside(self, samples: Samples) -> list[tuple[float, float]]:
-        """Like `push`, but in a thread, for callers in an event loop. Calls for one sound must not overlap."""
-        return await onnx.aside(self.push, samples)
-
     def _run(self, windows: Samples) -> Samples:
         inputs = {"input": np.ascontiguousarray(windows), "h": self._h, "c": self._c}
         probabilities: Samples
