@@ -364,6 +364,7 @@ class AsyncOmni(TargetedLLM):
         rendered = Rendered(
             prompt=request.prompt_token_ids or (), features=request.mm_features or (), scope=cache_scope(request)
         )
+        ticket.scope = request.lora_request, request.cache_salt
         params = request.sampling_params
         takes_sampling = params is not None and self.plan.frontend().params_type == SAMPLING_PARAMS
         own = without_ends_of_text(params, given) if takes_sampling else None

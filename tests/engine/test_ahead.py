@@ -37,6 +37,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
 @pytest.fixture(params=[False, True], ids=["", "async"])
 def scheduler(config: VllmConfig, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", request.param)
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", not request.param)
     size = config.cache_config.block_size
     layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     config.cache_config.num_gpu_blocks = BLOCKS

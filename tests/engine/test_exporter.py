@@ -146,7 +146,7 @@ def test_positions_that_another_replica_exports_are_not_exported_here() -> None:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has a request that runs and one that has ended; vLLM's part does nothing."""
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, step, results: results)
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, step, results: {})
     monkeypatch.setattr(Scheduler, "schedule", lambda self, throttle_prefills: SimpleNamespace())
     monkeypatch.setattr(Scheduler, "has_requests", lambda self: False)
     made: Any = OrphanedExports.__new__(OrphanedExports)

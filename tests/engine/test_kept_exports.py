@@ -208,13 +208,14 @@ def scheduler_of(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, *, mib: in
         kv_cache_config=KVCacheConfig(40, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=size,
+        log_stats=True,
     )
 
 
-def request(name: str, prompt: list[int], spans: list[list[int]]) -> Request:
+def request(name: str, prompt: list[int], spans: list[list[int]], **more: Any) -> Request:
     init_none_hash(sha256)
     extra = {EXPORT: spans} if spans else None
-    params = SamplingParams(max_tokens=2, extra_args=extra, skip_reading_prefix_cache=bool(spans) or None)
+    params = SamplingParams(max_tokens=2, extra_args=extra, skip_reading_prefix_cache=bool(spans) or None, **more)
     return Request(name, prompt, params, None, block_hasher=get_request_block_hasher(32, sha256))
 
 
@@ -248,6 +249,33 @@ def test_an_exporting_request_reads_the_prefix_cache_as_far_as_its_hidden_states
     assert second[0] == ([96], 5, {"b": (96, [0, 1])}, {})
     text = run(scheduler, request("c", [*PROMPT, 4], []))
     assert text[0] == ([96], 5, {}, {}), "a prompt without exports is not shortened"
+
+
+@pytest.mark.parametrize("logprobs", [{"prompt_logprobs": 0}, {"prompt_logprob_token_ids": [[1]]}])
+def test_a_prompt_with_logprobs_is_computed_from_its_beginning(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, logprobs: dict[str, Any]
+) -> None:
+    scheduler = scheduler_of(config, monkeypatch, mib=1)
+    run(scheduler, request("a", PROMPT, SPANS))
+    assert run(scheduler, request("b", [*PROMPT, 3], SPANS, **logprobs))[0][:3] == ([0], 64, {})
+
+
+def test_statistics_of_a_prompt_are_sent_once_and_with_the_first_token(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets no output that has only hidden states."""
+    scheduler = scheduler_of(config, monkeypatch, mib=1)
+    made, seen = request("a", PROMPT, [[40, 100]]), []
+    scheduler.add_request(made)
+    while "a" in scheduler.requests:
+        output = scheduler.schedule()
+        sampled = [5] if made.num_computed_tokens >= len(PROMPT) else []
+        exported = pack(HiddenStatesChunkReady(source="s", name="0/a", first=0, count=1))
+        for group in scheduler.update_from_output(output, runner_output(["a"], [sampled], [exported])).values():
+            for each in group.outputs:
+                events = [event.type.name for event in each.events or ()]
+                seen.append((each.new_token_ids, events, each.prefill_stats and each.prefill_stats.num_prompt_tokens))
+    assert seen == [([], [], None), ([5], ["QUEUED", "SCHEDULED"], 100), ([5], [], None)]
 
 
 def test_without_kept_hidden_states_only_the_text_before_media_is_read_from_the_prefix_cache(

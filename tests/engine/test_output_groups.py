@@ -47,6 +47,7 @@ def new_engine(config: VllmConfig, request: pytest.FixtureRequest) -> Callable[[
         layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
         config.cache_config.num_gpu_blocks = BLOCKS
         config.scheduler_config.async_scheduling = request.param
+        config.cache_config.enable_prefix_caching = not request.param
         scheduler = streaming_input_scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], layer)]),

@@ -202,8 +202,20 @@ def test_blocks_of_the_wrong_size_are_refused(config: VllmConfig) -> None:
         scheduler_of(config, 8)
 
 
-def test_without_a_prefix_cache_everything_is_computed(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_scheduled_ahead_are_refused_with_a_prefix_cache(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
+    with pytest.raises(ConfigError, match="set async_scheduling: false, or enable_prefix_caching: false"):
+        scheduler_of(config)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_without_a_prefix_cache_everything_is_computed(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
     monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", ahead)
     scheduler = scheduler_of(config)
     known(scheduler, "aabb")
     scheduler.add_request(opened("second", "aabb"))

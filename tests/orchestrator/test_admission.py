@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -242,17 +243,38 @@ async def test_a_flow_that_opens_the_frontend_uses_the_clients_parameters() -> N
     assert got.extra_args["mine"] == 1 and params.extra_args == extra, "the client's own parameters stay as they are"
 
 
+def omni_of(desk: Desk) -> Any:
+    omni: Any = AsyncOmni.__new__(AsyncOmni)
+    omni.admission, omni._fleet_open = desk.admission, None
+    omni.plan = SimpleNamespace(frontend=lambda: SimpleNamespace(params_type=SAMPLING_PARAMS))
+    return omni
+
+
+async def test_only_the_frontend_that_a_flow_opens_gets_the_clients_adapter_and_cache_salt() -> None:
+    class OpensBoth(OpensFrontend):
+        stages = frozenset({"text", "voice"})
+
+        def begin(self) -> list[Any]:
+            return [Open(stage="text", prompt=[7]), Open(stage="voice", prompt=[7])]
+
+    desk, request = Desk(), text_request("r")
+    desk.runtime.plan = lambda request, options: Planned(flow=OpensBoth())  # type: ignore[method-assign]
+    request.lora_request, request.cache_salt = LoRARequest("adapter", 1, "/adapter"), "salt"
+    ticket = omni_of(desk)._admit(request, desk.admission.ticket(None, BOTH), SamplingParams())
+    await desk.admission.start(ticket, "r", "external r")
+    sent = [each for stage in ("text", "voice") for each in desk.bench.of(f"{stage}/0").added]
+    assert [each.lora_request for each in sent] == [request.lora_request, None]
+    assert [each.cache_salt for each in sent] == ["salt", None]
+
+
 async def test_ids_that_end_a_text_do_not_end_a_request_that_a_flow_opens() -> None:
     """They may be codes of a sound. vLLM adds those of the tokenizer and the generation config to the parameters."""
     desk, request, given = Desk(), text_request("r"), SamplingParams(stop_token_ids=[11])
     desk.runtime.plan = lambda request, options: Planned(flow=OpensFrontend())  # type: ignore[method-assign]
     request.sampling_params = given.clone()
     request.sampling_params.update_from_generation_config({"eos_token_id": [7, 8]}, 9)
-    omni: Any = AsyncOmni.__new__(AsyncOmni)
-    omni.admission, omni._fleet_open = desk.admission, None
-    omni.plan = SimpleNamespace(frontend=lambda: SimpleNamespace(params_type=SAMPLING_PARAMS))
     ticket = desk.admission.ticket(None, RequestOptions(modalities=("audio",)))
-    await desk.admission.start(omni._admit(request, ticket, given), "r", "external r")
+    await desk.admission.start(omni_of(desk)._admit(request, ticket, given), "r", "external r")
     (sent,) = desk.bench.of("text/0").added
     got = sent.sampling_params
     assert got is not None
@@ -273,11 +295,22 @@ def test_parameters_of_text_are_refused_where_the_flow_makes_none(field: str, va
     desk = Desk()
     desk.runtime.plan = lambda request, options: Planned(flow=OpensFrontend())  # type: ignore[method-assign]
     ticket = desk.admission.ticket(None, RequestOptions(modalities=("audio",)))
-    with pytest.raises(RequestError, match=f"^{field}: is for text; stage 'text'") as refused:
+    with pytest.raises(RequestError, match=f"^{field}: is not available when audio is requested; leave") as refused:
         desk.admission.admit(ticket, RENDERED, params=SamplingParams(**value))
     assert refused.value.parameter == field
     other = Desk()
     other.admission.admit(other.admission.ticket(None, TEXT), RENDERED, params=SamplingParams(**value))
+
+
+def test_fields_of_a_text_are_refused_if_no_request_is_forwarded() -> None:
+    desk = Desk()
+    fields = ("logprobs", "stop")
+    desk.admission.admit(Ticket(options=TEXT, text_fields=fields), RENDERED)
+    desk.runtime.plan = lambda request, options: Planned(flow=Alone())  # type: ignore[method-assign]
+    desk.admission.admit(Ticket(options=BOTH), RENDERED, params=SamplingParams(stop=["!"]))
+    with pytest.raises(RequestError, match=r"^logprobs: is not available when text, audio is requested") as refused:
+        desk.admission.admit(Ticket(options=BOTH, text_fields=fields), RENDERED)
+    assert refused.value.parameter == "logprobs"
 
 
 def test_parameters_of_a_stage_that_a_direct_request_does_not_use_are_refused() -> None:

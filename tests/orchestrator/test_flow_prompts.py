@@ -24,6 +24,7 @@ from vllm_omni_ext.wire.stage_input import EXPORT, INPUT, OPEN_END
 PREFILL, DECODE = ReplicaId("ar.prefill", 0), ReplicaId("ar.decode", 0)
 KV = {"do_remote_prefill": True, "transfer_id": "t"}
 PROMPT = [5, 6, 7]
+SCOPE = ("adapter", "salt")
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
@@ -61,13 +62,21 @@ class Machine:
 
     def __init__(self, flow: Plan, budget: int | None = None, params: Any = None) -> None:
         self.pools = {each.stage: StagePool(each.stage, [each]) for each in (PREFILL, DECODE)}
-        settings = Settings(frontend="ar.decode", model_frontend="ar", prefill="ar.prefill")
+        settings = Settings(frontend="ar.decode", model_frontend="ar", prefill="ar.prefill", chunked=frozenset())
         self.machine = RequestMachine(settings, self.pools)
         self.flow = flow
         options = RequestOptions(modalities=("image",), params={} if params is None else {"ar": params})
         budgets = {} if budget is None else {"ar": budget}
         self.effects = self.send(
-            m.Opened(request_id="r", external_id="r", flow=flow, options=options, sink="sink", budgets=budgets)
+            m.Opened(
+                request_id="r",
+                external_id="r",
+                flow=flow,
+                options=options,
+                sink="sink",
+                budgets=budgets,
+                scope=SCOPE,
+            )
         )
 
     def send(self, event: m.Event) -> list[m.Effect]:
@@ -93,6 +102,7 @@ def test_the_prompt_is_computed_by_prefill_and_the_flow_gets_the_outputs_of_deco
     assert (first.replica, first.side, first.kv, first.budget) == (PREFILL, "prefill", None, 4)
     (second,) = of(machine.prefilled(), m.SendOpen)
     assert (second.replica, second.side, second.kv, second.budget) == (DECODE, "decode", KV, 4)
+    assert first.scope == second.scope == SCOPE
     assert machine.flow.events == [], "the token of the prefill replica is dropped"
     machine.out(DECODE, second.engine_id, 11)
     machine.out(DECODE, second.engine_id, 12, finish="stop")
@@ -148,12 +158,12 @@ def test_a_flow_that_ends_a_prompt_at_its_last_output_of_prefill_releases_the_kv
 
 def test_input_in_chunks_is_refused() -> None:
     (failed,) = of(Machine(Plan(last=False)).effects, m.FailRequest)
-    assert isinstance(failed.error, RequestFailed) and "stage 'ar', which takes whole requests" in str(failed.error)
+    assert isinstance(failed.error, RequestFailed) and "stage 'ar', which takes no chunks" in str(failed.error)
     machine = Machine(Plan())
     machine.prefilled()
     machine.flow.answers = [Extend(stage="ar")]
     (failed,) = of(machine.out(DECODE, "r/ar.decode/d1", 11), m.FailRequest)
-    assert isinstance(failed.error, RequestFailed) and "stage 'ar', which takes whole requests" in str(failed.error)
+    assert isinstance(failed.error, RequestFailed) and "stage 'ar', which takes no chunks" in str(failed.error)
 
 
 def test_both_engine_requests_have_the_flow_s_message_and_one_has_the_parameters() -> None:

@@ -21,6 +21,7 @@ from vllm_omni_ext.plugins.flow import (
     Action,
     Close,
     Emit,
+    Extend,
     Fail,
     Forward,
     ForwardFlow,
@@ -212,6 +213,9 @@ def test_text_of_another_stage_ends_with_its_last_chunk(text_first: bool) -> Non
         (Open(stage="ar", prompt=[1]), "the flow names stage 'ar'"),
         (Open(stage="nowhere", prompt=[1]), "the flow names stage 'nowhere'"),
         (Forward("dit"), "that was not made for it"),
+        (Open(stage="dit", prompt=[1], last=False), "sends input in chunks to stage 'dit', which takes no chunks"),
+        (Extend(stage="dit"), "sends input in chunks to stage 'dit', which takes no chunks"),
+        (Open(stage="dit", prompt=[1], group=2), "sets group=2 for stage 'dit', which takes no chunks"),
         (Fail("no"), "no"),
     ],
     ids=str,
@@ -221,7 +225,7 @@ def test_a_forbidden_action_of_a_flow_fails_its_request(action: Action, says: st
         def handle(self, event: Produced) -> list[Action]:
             return [action]
 
-    machine = Machine()
+    machine = Machine(chunked=frozenset())
     machine.open(Wrong(), client=False)
     effects = machine.out(DIT, "r/0/0", payload=1)
     (error,) = errors(effects)

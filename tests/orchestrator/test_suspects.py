@@ -175,6 +175,19 @@ def test_a_replica_has_one_suspect_at_a_time() -> None:
     assert sent(m.Opened(request_id="d", external_id="d", flow=Draw(), options=options)) == ["d"]
 
 
+def test_a_replica_that_takes_another_suspect_prolongs_no_wait() -> None:
+    machine = RequestMachine(Settings(frontend="ar", wait_s=10.0), {STAGE: StagePool(STAGE, REPLICAS[:1])})
+    options = RequestOptions(modalities=("image",))
+    for name in "ab":
+        machine.handle(m.Opened(request_id=name, external_id=name, flow=Draw(), options=options))
+    machine.handle(m.ReplicaAnnounced(REPLICAS[0]))
+    machine.handle(m.ReplicaLost(REPLICAS[0], "its process was killed"), 1.0)
+    machine.handle(m.ReplicaUp(REPLICAS[0]), 9.0)
+    machine.check()
+    (failed,) = machine.handle(m.DeadlinePassed(), 11.0)
+    assert isinstance(failed, m.FailRequest) and failed.request_id == "b"
+
+
 def test_a_replica_that_does_not_answer_makes_no_suspects() -> None:
     machine = RequestMachine(Settings(frontend="ar", wait_s=60.0), {STAGE: StagePool(STAGE, REPLICAS)})
     options = RequestOptions(modalities=("image",))

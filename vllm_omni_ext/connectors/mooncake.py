@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -131,14 +130,12 @@ class MooncakeConsumer(LinkedConsumer):
         if self._reading is not None:  # the read of an earlier `get` whose deadline passed
             self._wait(self._reading, deadline)
         read = self._registered.engine.transfer_sync_read
-        self._reading = self._thread.submit(read, session, self._registered.address, place, size)
-        if (code := self._wait(self._reading, deadline)) != 0:
+        self._reading = reading = self._thread.submit(read, session, self._registered.address, place, size)
+        self._wait(reading, deadline)
+        if (code := reading.result()) != 0:
             raise ProducerLost(f"mooncake could not read it ({code})")
 
-    def _wait(self, reading: Future[int], deadline: float) -> int:
-        try:
-            code = reading.result(max(0.0, deadline - time.monotonic()))
-        except Late:
-            raise DeadlinePassed("was not transferred in time") from None
+    def _wait(self, reading: Future[int], deadline: float) -> None:
+        if not wait((reading,), max(0.0, deadline - time.monotonic())).done:
+            raise DeadlinePassed("was not transferred in time")
         self._reading = None
-        return code

@@ -206,7 +206,7 @@ class KeptExports(Scheduler):
 
     def _get_local_prefix_cache_hit(self, request: Request, *limits: Any) -> Any:
         blocks = self._exports.get(request.request_id)
-        if blocks is None:
+        if blocks is None or _needs_prompt_logits(request):
             return super()._get_local_prefix_cache_hit(request, *limits)
         # The flag is set for such requests, so that no connector loads KV cache without hidden states. The local prefix
         # cache is read.
@@ -256,6 +256,12 @@ class KeptExports(Scheduler):
         if (blocks := self._exports.pop(request.request_id, None)) is not None:
             self._kept.close(blocks)
         return super()._free_request(request, *args, **kwargs)
+
+
+def _needs_prompt_logits(request: Request) -> bool:
+    """Return whether every prompt position must be computed, for logprobs of the prompt."""
+    params = request.sampling_params
+    return params is not None and (params.prompt_logprobs, params.prompt_logprob_token_ids) != (None, None)
 
 
 class KeptHiddenStates:

@@ -71,6 +71,12 @@ class StreamingInput(Scheduler):
         additional = self.vllm_config.additional_config
         incoming = self.edge or additional.get(INCOMING)
         self._receiver = edge_receiver(additional, self.edge, wake=waker()) if incoming else None
+        if self.cache_config.enable_prefix_caching and isinstance(self, AsyncScheduler):
+            # It caches blocks itself: also those without keys, and those whose input was lost.
+            raise ConfigError(
+                "async_scheduling: the prefix cache of a stage whose input arrives in chunks needs false; set "
+                "async_scheduling: false, or enable_prefix_caching: false"
+            )
         if self.cache_config.enable_prefix_caching and self.hash_block_size % KEY_POSITIONS:
             raise ConfigError(
                 f"block_size: {self.hash_block_size} is not a multiple of {KEY_POSITIONS}, which the prefix cache of "
@@ -362,6 +368,9 @@ class OrphanedExports(Scheduler):
     worker gets their names with the next step, and frees them. Requests that were preempted during the step, and whose
     output vLLM drops (`reset_prefix_cache`), compute the step again, but the worker exports hidden states only once:
     they are returned without the tokens of the output.
+
+    The client gets no output that carries only hidden states. vLLM's events and statistics of the prompt, which vLLM
+    adds to the first output, are sent with the first one that the client gets.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -384,6 +393,11 @@ class OrphanedExports(Scheduler):
             elif request.num_stale_output_tokens and request.drop_stale_output:
                 dropped.append((request, tensor))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for each in chain.from_iterable(group.outputs for group in outputs.values()):
+            running = self.requests.get(each.request_id)
+            if running is not None and not each.new_token_ids and each.finish_reason is None:
+                running.events[:0], each.events = each.events or (), None
+                running.prefill_stats, each.prefill_stats = each.prefill_stats, None
         for request, tensor in dropped:
             group = outputs.setdefault(request.client_index, EngineCoreOutputs())
             group.outputs.append(EngineCoreOutput(request.request_id, [], pooling_output=tensor))

@@ -22,7 +22,7 @@ from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.orchestrator.engine_requests import client_request
-from vllm_omni_ext.orchestrator.messages import Opened
+from vllm_omni_ext.orchestrator.messages import Opened, Scope
 from vllm_omni_ext.orchestrator.orchestrator import Orchestrator
 from vllm_omni_ext.plugins.flow import Action, Forward, ForwardFlow
 from vllm_omni_ext.plugins.runtime import ModelRuntime, Planned, Rendered, RequestOptions
@@ -48,8 +48,11 @@ class Ticket:
         options: modalities and stage parameters that the client has chosen.
         all_text: every `RequestOutput` contains all text so far (`RequestOutputKind.CUMULATIVE`).
         watch: called with the `RequestTrace` of the request when it starts; with `n` answers, once for each.
+        text_fields: names of the client's fields that only a text of the frontend can follow. `Admission.admit` refuses
+            them if the flow forwards nothing to the frontend.
         priority: priority in every stage, for a request without an engine request of vLLM's handlers; the lowest is
             scheduled first.
+        scope: for requests that the flow opens in the frontend.
         planned: the plan; None before `Admission.admit`.
         actions: the first actions of the flow, from `Flow.begin`.
         sink: the queue for the output chunks and errors of the request; None if only the frontend stage answers it.
@@ -59,7 +62,9 @@ class Ticket:
     options: RequestOptions
     all_text: bool = False
     watch: Callable[[RequestTrace], None] | None = None
+    text_fields: tuple[str, ...] = ()
     priority: int = 0
+    scope: Scope = (None, None)
     planned: Planned | None = None
     actions: tuple[Action, ...] = ()
     sink: asyncio.Queue[Any] | None = None
@@ -175,13 +180,15 @@ class Admission:
             ticket.options = replace(ticket.options, params=by_stage)
         planned = self._runtime.plan(request, ticket.options)
         self._orchestrator.require(planned.flow)
-        alone = isinstance(planned.flow, ForwardFlow)
+        alone, requested = isinstance(planned.flow, ForwardFlow), ", ".join(ticket.options.modalities)
         if answers != 1 and not alone:
-            requested = ", ".join(ticket.options.modalities)
             raise RequestError(f"n: must be 1 when {requested} is requested", parameter="n")
         ticket.planned, ticket.actions = planned, tuple(planned.flow.begin())
-        if params is not None and not ticket.forwarded and self._frontend in planned.flow.stages:
-            _refuse_text_options(params, self._frontend)
+        if not ticket.forwarded:
+            opened = params if self._frontend in planned.flow.stages else None
+            for name in (*ticket.text_fields, *_text_options(opened)):
+                message = f"{name}: is not available when {requested} is requested; leave it out"
+                raise RequestError(message, parameter=name)
         ticket.sink = None if alone else asyncio.Queue()
 
     def refuse_unused(self, ticket: Ticket) -> None:
@@ -257,6 +264,7 @@ class Admission:
                 options=ticket.options,
                 sink=ticket.sink,
                 client=None if request is None else client_request(request),
+                scope=ticket.scope,
                 actions=None if ticket.planned is None else ticket.actions,
                 budgets=planned.budgets,
                 arrival=time.time() if request is None else request.arrival_time,
@@ -267,12 +275,6 @@ class Admission:
         )
 
 
-def _refuse_text_options(params: SamplingParams, stage: str) -> None:
-    """Refuse `TEXT_OPTIONS` in a request whose flow opens the frontend itself, so that vLLM makes no text of it.
-
-    Raises:
-        RequestError: `parameter` is the field of `/v1/chat/completions`.
-    """
-    for name, attribute in TEXT_OPTIONS.items():
-        if getattr(params, attribute) not in (None, [], ""):
-            raise RequestError(f"{name}: is for text; stage '{stage}' makes no text of this request", parameter=name)
+def _text_options(params: SamplingParams | None) -> list[str]:
+    """Return the names of the `TEXT_OPTIONS` that `params` contain; none if there are no parameters."""
+    return [name for name, attribute in TEXT_OPTIONS.items() if getattr(params, attribute, None) not in (None, [], "")]

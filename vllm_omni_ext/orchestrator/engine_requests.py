@@ -196,6 +196,7 @@ class EngineRequests:
             features=action.features,
             priority=send.priority,
         )
+        request.lora_request, request.cache_salt = send.scope
         return _for_side(request, send)
 
     def _part(self, send: m.SendPart) -> EngineCoreRequest:

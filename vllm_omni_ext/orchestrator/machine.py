@@ -353,9 +353,7 @@ class RequestMachine:
 
     def _open(self, state: RequestState, source: str | None, stage: str, action: Open) -> None:
         self._check_length(stage, len(action.prompt) + 1)
-        chunked = self.settings.chunked
-        if action.group > 1 and chunked is not None and stage not in chunked:
-            raise RequestFailed(f"the flow sets group={action.group} for stage '{action.stage}', which takes no chunks")
+        self._check_chunks(stage, action)
         split = stage == self.settings.frontend and self.settings.prefill is not None
         binding = self._binding(state, source, stage, kind=FlowPrompt if split else Binding)
         state.done.discard(stage)
@@ -379,18 +377,30 @@ class RequestMachine:
                 params=params,
                 budget=budget,
                 priority=state.priority,
+                scope=state.scope if stage in self.router.stages else (None, None),
             )
         )
 
     def _open_split(self, prompt: FlowPrompt, action: Open) -> None:
         """Open a request in a split frontend."""
-        if not action.last:
-            raise RequestFailed(_in_chunks(action))
         if prompt.action is not None and prompt.action.prompt != action.prompt:
             self.router.end(prompt)  # its KV cache, if there is one, is that of another prompt
         prompt.action, prompt.params = action, _params(prompt.state, action)
         prompt.budget = prompt.state.budgets.get(action.stage)
         self.router.begin(prompt)
+
+    def _check_chunks(self, stage: str, action: Open | Extend) -> None:
+        """Raise RequestFailed if the action is for a stage that accepts chunks, and this one accepts none."""
+        chunked = self.settings.chunked
+        if chunked is None or stage in chunked:
+            return
+        if isinstance(action, Extend) or not action.last:
+            does = "sends input in chunks to"
+        elif action.group > 1:
+            does = f"sets group={action.group} for"
+        else:
+            return
+        raise RequestFailed(f"the flow {does} stage '{action.stage}', which takes no chunks")
 
     def _check_length(self, stage: str, tokens: int) -> None:
         """Raise RequestError if a sequence exceeds the stage's `max_model_len`; its engine does not check that.
@@ -404,11 +414,10 @@ class RequestMachine:
             raise RequestError(f"{message}; its limit (max_model_len) is {limit}", parameter=stage)
 
     def _extend(self, state: RequestState, source: str | None, stage: str, action: Extend) -> None:
+        self._check_chunks(stage, action)
         binding = state.bindings.get((stage, ""))
         if binding is None or binding.replica is None:
             return  # the stage has ended the request, or a pending open will include the chunk
-        if isinstance(binding, FlowPrompt):
-            raise RequestFailed(_in_chunks(action))
         self.placement.input_sent(binding, last=action.last)
         self._observer.sent(state.trace, source, binding.replica, action.payload)
         self._out(m.SendChunk(binding.replica, state.request_id, binding.name, action=action))
@@ -567,13 +576,17 @@ class RequestMachine:
         self.placement.freed.add(event.replica.stage)
 
     def _replica_up(self, event: m.ReplicaUp) -> None:
-        """Add the replica to its pool, and open the requests that wait for its stage."""
+        """Add the replica to its pool, and open the requests that wait for its stage.
+
+        `handle` opens the suspects among them (see `placement`), as far as replicas have none.
+        """
         replica = event.replica
         self.placement.announced.discard(replica)
         self.placement.pools[replica.stage].add(replica)
         self.placement.clear_silence(replica)
         self.router.replica_up(replica)
-        for binding in self.placement.take_waiting(replica.stage):
+        self.placement.freed.add(replica.stage)
+        for binding in self.placement.take_waiting(replica.stage, suspects=False):
             self._place_again(binding, "it could not be opened")
 
     def _replica_lost(self, event: m.ReplicaLost) -> None:
@@ -665,10 +678,6 @@ class RequestMachine:
         if prompt.tokens and not prompt.recompute and client is not None and not client.can_resume:
             raise StageUnavailable("no other replica can continue the tokens that it has generated")
         self.router.begin(prompt)
-
-
-def _in_chunks(action: Open | Extend) -> str:
-    return f"the flow sends input in chunks to stage '{action.stage}', which takes whole requests"
 
 
 def _failure(action: Fail) -> OmniError:

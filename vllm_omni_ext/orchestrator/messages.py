@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -13,6 +13,9 @@ from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.observability.request_trace import RequestTrace
 from vllm_omni_ext.plugins.flow import Action, Extend, Finish, Flow, Open, Submit
 from vllm_omni_ext.plugins.runtime import RequestOptions
+
+Scope: TypeAlias = tuple[Any, str | None]
+"""(LoRA adapter, cache salt) of a client's request; the machine reads neither."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -53,6 +56,7 @@ class Opened(Event, frozen=True, kw_only=True):
         external_id: the caller's id of the request.
         sink: the queue from which the caller reads chunks and errors; the machine does not read it.
         client: the client's request for the frontend; None if the request does not use the frontend.
+        scope: for requests that the flow opens in the frontend.
         actions: the result of `flow.begin()`, if that was called already.
         budgets: largest number of tokens that a stage may generate, by stage.
         arrival: Unix time, seconds.
@@ -66,6 +70,7 @@ class Opened(Event, frozen=True, kw_only=True):
     options: RequestOptions
     sink: Any = None
     client: ClientRequest | None = None
+    scope: Scope = (None, None)
     actions: tuple[Action, ...] | None = None
     budgets: Mapping[str, int] = {}
     arrival: float = 0.0
@@ -84,8 +89,9 @@ class Output(Event, frozen=True, kw_only=True):
             output reports none.
         kv: transfer parameters of the finished prompt's KV cache, if the engine keeps that cache.
         stream_lost: the stage has dropped the state of the stream to which the part belongs (`StageError.lost`).
-        waited_s: time in the engine's queue, in seconds, if the output reports it (the first one does).
-        cached: prompt tokens that the engine had in its prefix cache, if the output reports it (the first one does).
+        waited_s: time in the engine's queue, in seconds, if the output reports it (the first one does, unless it has
+            only hidden states).
+        cached: prompt tokens that the engine had in its prefix cache, if the output reports it (as for `waited_s`).
     """
 
     replica: ReplicaId
@@ -225,12 +231,14 @@ class SendOpen(Send, frozen=True, kw_only=True):
         budget: most tokens that the stage may generate; None: the stage's own limit.
         side: the stage's work; "whole" for a stage without prefill and decode replicas.
         kv: for the side "decode", the transfer parameters of the prompt's KV cache.
+        scope: that of the client's request, if the stage is the frontend.
     """
 
     action: Open
     params: Any = None
     budget: int | None = None
     priority: int = 0
+    scope: Scope = (None, None)
     side: Side = "whole"
     kv: Mapping[str, Any] | None = None
 

@@ -43,7 +43,7 @@ class Settings:
         client: index of this API server.
         clients: number of API servers. Suspects of different API servers get different replicas, if there are as many.
         limits: longest sequence of each stage, in tokens; no entry: unlimited.
-        chunked: stages whose engines join outputs (`plugins.flow.Open.group`): those that accept chunks; None: all.
+        chunked: stages that accept input in chunks, and join outputs (`plugins.flow.Open.group`); None: all.
     """
 
     frontend: str
@@ -296,9 +296,14 @@ class Placement:
             del self.waiting[binding]
             self._count_waiting(binding.stage)
 
-    def take_waiting(self, stage: str) -> list[Binding]:
-        """Return the requests that wait for a replica of a stage, in order of arrival, and end their waits."""
-        found = [binding for binding in self.waiting if binding.stage == stage]
+    def take_waiting(self, stage: str, *, suspects: bool = True) -> list[Binding]:
+        """Return the requests that wait for a replica of a stage, in order of arrival, and end their waits.
+
+        Args:
+            suspects: also those that may have ended the process of a lost replica.
+        """
+        here = (binding for binding in self.waiting if binding.stage == stage)
+        found = [binding for binding in here if suspects or not binding.losses.get(stage)]
         for binding in found:
             self._stop_waiting(binding)
         return found

@@ -11,7 +11,7 @@ from vllm_omni_ext.disaggregation.parameters import SHORTEST_PROMPT
 from vllm_omni_ext.ids import ReplicaId
 from vllm_omni_ext.modalities.base import OutputChunk
 from vllm_omni_ext.observability.request_trace import Outcome, RequestTrace
-from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened, Output, Send, SendOpen, SendPrompt, Side
+from vllm_omni_ext.orchestrator.messages import ClientRequest, Opened, Output, Scope, Send, SendOpen, SendPrompt, Side
 from vllm_omni_ext.plugins.flow import Flow, Open, Submit
 from vllm_omni_ext.plugins.runtime import RequestOptions
 
@@ -198,6 +198,7 @@ class FlowPrompt(Routed):
             params=self.params,
             budget=self.budget,
             priority=self.state.priority,
+            scope=self.state.scope,
             side=side,
             kv=kv,
         )
@@ -209,6 +210,7 @@ class RequestState:
 
     Attributes:
         sink: queue from which the caller reads chunks and errors; None if it reads none.
+        scope: for requests that the flow opens in the frontend.
         budgets: largest number of tokens that a stage may generate, by stage.
         bindings: state of the request in each stage that the flow has opened, by (stage, name of the stream or "").
         prompts: the client's own request in the frontend, and recomputations of its prompt, by name.
@@ -230,6 +232,7 @@ class RequestState:
     options: RequestOptions
     sink: Any
     client: ClientRequest | None
+    scope: Scope
     budgets: Mapping[str, int]
     priority: int
     open_outputs: set[str]
@@ -255,6 +258,7 @@ class RequestState:
             options=event.options,
             sink=event.sink,
             client=event.client,
+            scope=event.scope,
             budgets=event.budgets,
             priority=event.priority,
             open_outputs=set(event.flow.outputs),
