@@ -76,6 +76,17 @@ def test_times_of_a_spoken_turn_count_from_its_end() -> None:
     assert timeline.end().first_sound_s == 0.75
 
 
+def test_what_follows_a_complete_answer_does_not_count() -> None:
+    clock = Clock(0.0)
+    timeline = Timeline(clock)
+    clock.now = 1.0
+    timeline.sound(1.0)
+    timeline.done()
+    clock.now = 9.0
+    got = timeline.end(Failure(TIMEOUT, "the connection is still open"))
+    assert (got.ended_at, got.whole_s, got.failure, got.detail) == (1.0, 1.0, None, "")
+
+
 def test_an_answer_without_sound_is_a_failure() -> None:
     timeline = Timeline(Clock())
     timeline.text()

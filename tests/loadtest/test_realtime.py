@@ -12,6 +12,7 @@ import pytest
 import soundfile
 from aiohttp import web
 
+from tests.loadtest.test_figures import Clock
 from tests.loadtest.test_http import SECOND, audio, one, serving
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.loadtest.answers import BROKEN, ERROR, MALFORMED, SOUNDLESS, Answer
@@ -41,7 +42,7 @@ class Scripted:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.query = dict(request.query)
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(autoclose=False)
         await socket.prepare(request)
         await socket.send_json({"type": "session.created"})
         async for message in socket:
@@ -55,7 +56,11 @@ class Scripted:
                         await socket.close(code=1011, message=b"lost")
                         return socket
                     await (socket.send_str(event) if isinstance(event, str) else socket.send_json(event))
+        await self.ended(socket)
         return socket
+
+    async def ended(self, socket: web.WebSocketResponse) -> None:
+        await socket.close()
 
     def kinds(self) -> list[str]:
         return [event["type"] for event in self.events]
@@ -153,6 +158,19 @@ async def test_a_failure_of_a_session_has_its_kind_and_message(reply: list[Any],
     got = await run(Scripted(reply=reply), Request(model="m", prompts=("Hi",)))
     assert got.failure == kind
     assert detail in got.detail
+
+
+async def test_the_end_of_the_connection_is_no_part_of_an_answer() -> None:
+    class SlowToClose(Scripted):
+        async def ended(self, socket: web.WebSocketResponse) -> None:
+            clock.now = 9.0
+            await socket.close()
+
+    clock, script = Clock(0.0), SlowToClose()
+    async with serving(realtime=script.serve) as url:
+        request = Request(model="m", prompts=("Hi",))
+        got = await one(Realtime(url, request, speed=0.0, turn_detection="none", clock=clock), clock=clock)
+    assert (got.failure, got.whole_s, got.ended_at, clock.now) == (None, 0.0, 0.0, 9.0)
 
 
 async def test_an_error_while_the_turn_is_spoken_ends_the_request() -> None:

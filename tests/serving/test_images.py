@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 import pytest_asyncio
-from PIL import Image
+from PIL import EpsImagePlugin, ExifTags, Image
 
 from tests.serving import painter
 from tests.serving.conftest import MODEL, asking, disconnect
@@ -28,6 +29,8 @@ from vllm_omni_ext.config.schema import Limits, OmniConfig
 from vllm_omni_ext.errors import RequestError, StageUnavailable
 from vllm_omni_ext.modalities.base import ProgressChunk
 from vllm_omni_ext.modalities.chunks import ImageChunk, TextChunk
+from vllm_omni_ext.orchestrator.admission import Ticket
+from vllm_omni_ext.serving.images import opened
 from vllm_omni_ext.serving.limits import bodies, media
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -127,6 +130,8 @@ async def test_pictures_are_edited_by_the_official_client(client: openai.AsyncOp
     options = engine.calls[0].options
     assert (options.fields, options.chunks) == ({"steps": 4}, {"frames": [4, 25]})
     assert options.params["talker"].temperature == 0.5
+    assert made.usage is not None and made.usage.input_tokens == 6
+    assert "input_tokens_details" not in made.usage.model_fields_set, "tokens of pictures are not told from text"
     stream = await client.images.edit(model=MODEL, image=png(), prompt=PROMPT, stream=True)
     assert [event.type async for event in stream] == ["image_edit.completed"]
     card = (await client.models.list()).data[0]
@@ -214,6 +219,8 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "json": ({"json": {"prompt": "x"}}, "body"),
     "misspelt": ({"files": {"image": png()}, "data": {"prompt": "x", "step": "5"}}, "step"),
     "pictures as text": ({"files": {"image": png()}, "data": {"prompt": "x", "images": "[]"}}, "images"),
+    "pictures as a text list": ({"files": {"image": png()}, "data": {"prompt": "x", "images[]": "f"}}, "images[]"),
+    "mask as an object": ({"files": {"image": png()}, "data": {"prompt": "x", "mask[x]": "y"}}, "mask[x]"),
     "two masks": ({"files": [("image", png()), ("mask", png()), ("mask", png())], "data": {"prompt": "x"}}, "mask"),
     "twice as a list": ({"files": {"image": png()}, "data": {"prompt": "x", "steps": "1", "steps[]": "2"}}, "steps[]"),
     "twice in an object": (
@@ -234,6 +241,67 @@ async def test_a_wrong_form_is_refused_and_named(app: Any, engine: ScriptedOmni,
     response = await post(app, "/v1/images/edits", **sent)
     assert (response.status_code, response.json()["error"]["param"]) == (400, parameter), response.text
     assert engine.calls == []
+
+
+@pytest.mark.parametrize("name", ["image", "mask"])
+async def test_a_file_that_needs_another_program_is_not_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, started = io.BytesIO(), list[Any]()
+    Image.new("RGB", (8, 8)).save(file, "EPS")
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **more: started.append(given))
+    with pytest.raises(RequestError, match=f"^{name}: is not a picture that can be read") as caught:
+        opened(name, file.getvalue())
+    assert caught.value.parameter == name and started == []
+
+
+async def test_uploaded_pictures_are_upright() -> None:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (16, 8)).save(file, "JPEG", exif=exif)
+    for name in ("image", "mask"):
+        assert opened(name, file.getvalue()).size == (8, 16)
+
+
+async def test_pictures_of_any_size_are_read_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "63")
+    with pytest.raises(RequestError, match=r"^image: .* exceed the maximum of 63 pixels"):
+        opened("image", png())
+    monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "0")
+    assert opened("image", png()).size == (8, 8)
+
+
+async def test_an_adapter_is_refused_if_a_picture_may_need_the_text_stage(
+    app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = app.state.omni_serving_images
+    monkeypatch.setitem(serving.models.lora_requests, "tune", SimpleNamespace(lora_name="tune"))
+    engine.script, body = [PICTURE], {"model": "tune", "prompt": PROMPT}
+    assert (await post(app, json=body)).status_code == 200, "no picture needs it"
+    routes = {**engine.capabilities.routes, "think": frozenset({"thinker", "talker"})}
+    monkeypatch.setattr(serving.model, "capabilities", replace(engine.capabilities, routes=routes))
+    for answer in (
+        await post(app, json=body),
+        await post(app, "/v1/images/edits", data=body, files={"image": png()}),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "model")
+        assert "'tune' is an adapter" in error["message"]
+    assert len(engine.calls) == 1
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize(
+    "body", [{"talker": {"seed": 5}}, {"sampling_params_list": [{}, {"seed": 5}]}, {"seed": 5}, {}], ids=str
+)
+async def test_the_pictures_of_a_request_have_different_seeds(
+    app: Any, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], configured: bool
+) -> None:
+    if configured:
+        stages = tuple(replace(stage, params={**stage.params, "seed": 8}) for stage in engine.plan.stages)
+        monkeypatch.setattr(engine, "plan", replace(engine.plan, stages=stages))
+    engine.script = [PICTURE]
+    assert (await post(app, json={"prompt": PROMPT, "n": 3, **body})).status_code == 200
+    seeds = [getattr(call.options.params.get("talker"), "seed", None) for call in engine.calls]
+    assert seeds == ([5, 6, 7] if body else [None, 9, 10] if configured else [None] * 3)
 
 
 async def test_fields_of_the_official_clients_are_accepted(client: openai.AsyncOpenAI, engine: ScriptedOmni) -> None:
@@ -343,6 +411,26 @@ async def test_a_chat_streams_progress_previews_and_pictures(client: openai.Asyn
     assert (decoded(picture["image_url"]["url"])[1] == PIXELS).all()
     assert [chunk.choices[0].finish_reason for chunk in received[:-1]][-1] == "stop"
     assert received[-1].usage.completion_tokens_details.images == 1
+
+
+async def test_fields_that_only_a_text_can_follow_are_in_the_ticket(
+    client: openai.AsyncOpenAI, engine: ScriptedOmni, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, tickets = engine.expect, list[Ticket]()
+    monkeypatch.setattr(engine, "expect", lambda ticket: tickets.append(ticket) or stock(ticket), raising=False)
+    engine.script = [PICTURE]
+    stops = {"stop": "!", "extra_body": {"return_token_ids": True}}
+    await chat(client, modalities=["image"], logprobs=False, response_format={"type": "text"}, **stops)
+    await chat(client, modalities=["text", "image"], response_format={"type": "json_object"}, **stops)
+    fields = {"prompt_logprobs": 0, "structured_outputs": {"choice": ["a"]}}
+    engine.script = [RequestError("refused", parameter="logprobs")]
+    with pytest.raises(openai.BadRequestError):
+        await chat(client, modalities=["image"], logprobs=True, extra_body=fields)
+    assert [ticket.text_fields for ticket in tickets] == [
+        (),
+        ("response_format", "stop", "return_token_ids"),
+        ("logprobs", "prompt_logprobs", "structured_outputs"),
+    ]
 
 
 CHAT_WRONG: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -9,9 +9,12 @@ import pytest
 from vllm import SamplingParams
 
 from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.model_plugins.bagel.requests.fields import Fields
 from vllm_omni_ext.model_plugins.bagel.requests.payloads import DitParams
+from vllm_omni_ext.plugins.runtime import Capabilities
 from vllm_omni_ext.plugins.spec import SAMPLING_PARAMS
-from vllm_omni_ext.serving.options import stage_params
+from vllm_omni_ext.serving.options import RequestFields, stage_params
+from vllm_omni_ext.serving.served import ServedModel
 
 OWN: Any = SimpleNamespace(
     model_stage="draw", params_type="vllm_omni_ext.model_plugins.bagel.requests.payloads:DitParams"
@@ -50,3 +53,19 @@ def test_a_wrong_parameter_is_named(stage: Any, given: Any, name: str) -> None:
     with pytest.raises(RequestError) as caught:
         stage_params(stage, given, {})
     assert caught.value.parameter == name
+
+
+def test_the_seed_of_a_text_is_not_that_of_a_stage_with_own_parameters() -> None:
+    """vLLM accepts a negative seed, the stage does not."""
+    own = SimpleNamespace(**vars(OWN), engine_args={}, params={})
+    speak = SimpleNamespace(**{**vars(SAMPLED), "model_stage": "speak"}, params={})
+    plan = SimpleNamespace(model_stages=lambda: [SAMPLED, own, speak], frontend=lambda: SAMPLED, chunks={})
+    model: Any = ServedModel.__new__(ServedModel)
+    model.omni, model.fields = SimpleNamespace(plan=plan), RequestFields(Fields)
+    model.capabilities = Capabilities(modalities=("text", "image"), default_modalities=("text",))
+    model.modalities = dict.fromkeys(("text", "image"), SimpleNamespace(read=lambda body, stream: (None, {})))
+    found = model.read({"seed": -2}, stream=False, seed=-2).options
+    assert found.params.keys() == {"speak"} and found.params["speak"].seed == -2
+    with pytest.raises(RequestError, match=r"^seed: ") as caught:
+        model.read({"seed": -2, "modalities": ["image"]}, stream=False, seed=-2)
+    assert caught.value.parameter == "seed"

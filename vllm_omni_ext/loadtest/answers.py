@@ -81,6 +81,7 @@ class Timeline:
         self._due_at = self._origin = self._began_at if due_at is None else due_at
         self._ready_s: float | None = None
         self._first_text_at: float | None = None
+        self._done_at: float | None = None
         self._player = Player()
 
     def ready(self) -> None:
@@ -100,11 +101,20 @@ class Timeline:
         """Record the arrival of a piece of sound with a duration of `seconds`."""
         self._player.receive(seconds, self._clock())
 
+    def done(self) -> None:
+        """Record that the answer is complete. What follows, as the end of the connection, does not count."""
+        self._done_at = self._clock()
+
     def end(self, failure: Failure | None = None) -> Answer:
-        """Record the end, and return the times of the answer. An answer without sound has the failure SOUNDLESS."""
+        """Return the times of the answer, which ends now, or has ended with `done`; then `failure` is not used.
+
+        An answer without sound has the failure SOUNDLESS.
+        """
+        now = self._clock()
+        if self._done_at is not None:
+            now, failure = self._done_at, None
         if failure is None and self._player.first_at is None:
             failure = Failure(SOUNDLESS, "the answer ended without sound")
-        now = self._clock()
         return Answer(
             due_at=self._due_at,
             began_at=self._began_at,

@@ -166,6 +166,7 @@ async def _output(socket: aiohttp.ClientWebSocketResponse, timeline: Timeline) -
             timeline.sound(seconds(base64_bytes(event.get("delta"))))
         elif event["type"] == DONE:
             _refuse_partial(event.get("response"))
+            timeline.done()
             return
 
 

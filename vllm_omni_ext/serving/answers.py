@@ -79,6 +79,7 @@ class ChatAnswer:
         encodings: how to encode each modality of the model, by name; from `Modality.read`.
         stream: the client has requested a stream.
         metrics: the answer contains `metrics`.
+        text_fields: see `orchestrator.admission.Ticket`.
         may_call_tool: the request has tools and allows the model to call them.
         prompt: token ids; empty until the request has been rendered.
         parts: the stream yields the dicts and chunks of a `PartStream` instead of server-sent events.
@@ -94,6 +95,7 @@ class ChatAnswer:
     encodings: Mapping[str, Any]
     stream: bool
     metrics: bool = False
+    text_fields: tuple[str, ...] = ()
     may_call_tool: bool = False
     parts: bool = False
     prompt: list[int] = field(default_factory=list)

@@ -7,7 +7,7 @@ into the sampling parameters, from which `AsyncOmni.generate` reads the key.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -132,7 +132,12 @@ class OmniServingChat(OpenAIServingChat):
         if raw_request is not None:
             sound_of_any_format(request.messages, (await raw_request.json()).get(MESSAGES))
         transcripts_for_assistant_audio(request.messages)
-        ticket = Ticket(options=answer.options, all_text=self._watches(answer), watch=watch or answer.watch)
+        ticket = Ticket(
+            options=answer.options,
+            all_text=self._watches(answer),
+            watch=watch or answer.watch,
+            text_fields=answer.text_fields,
+        )
         key = self.engine_client.admission.expect(ticket)
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: key}
         self._started[key] = answer, ticket
@@ -262,6 +267,7 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
         left = tuple(name for name in options.modalities if name != AUDIO) or (TEXT,)
         options = replace(options, modalities=left, named=frozenset())  # the client has not chosen to have no sound
     check(model.runtime, options, found.paths)
+    text_fields = _text_fields(request, options.modalities)  # without `stop` of the stage config
     apply_to_frontend(model.omni.plan, request)
     others = {name: model.modalities[name] for name in options.modalities if name != TEXT}
     if others:
@@ -272,8 +278,25 @@ async def read_chat(request: ChatCompletionRequest, model: ServedModel) -> ChatA
         encodings=found.encodings,
         stream=bool(request.stream),
         metrics=flag(METRICS, extra.get(METRICS)),
+        text_fields=text_fields,
         may_call_tool=bool(request.tools) and request.tool_choice != "none",
     )
+
+
+def _text_fields(request: ChatCompletionRequest, modalities: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the request's fields that only a text of the frontend can follow.
+
+    `stop` and `return_token_ids` are left out if the answer has no text, as they have no effect then.
+    """
+    given: dict[str, Any] = {
+        "logprobs": request.logprobs,
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "response_format": request.response_format is not None and request.response_format.type != "text",
+        "structured_outputs": request.structured_outputs,
+    }
+    if TEXT in modalities:
+        given |= {"stop": request.stop, "return_token_ids": request.return_token_ids}
+    return tuple(name for name, value in given.items() if value)
 
 
 def _refuse_several(request: ChatCompletionRequest, names: str, *, has_text: bool) -> None:

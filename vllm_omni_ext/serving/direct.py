@@ -67,19 +67,20 @@ class DirectServing(GenerateBaseServing):
         unknown = await self._check_model(request)
         return None if unknown is None else refusal(unknown)
 
-    def refuse_adapter(self, name: str | None, route: str) -> None:
+    def refuse_adapter(self, name: str | None, *routes: str) -> None:
         """Refuse a LoRA adapter: requests of this handler are sent to stages without adapter.
 
         Args:
             name: the request's `model`.
-            route: key in `Capabilities.routes` of the stages that the request needs. A request that does not need the
-                frontend is not refused, as only the frontend has adapters.
+            routes: keys in `Capabilities.routes` of the stages that requests of the API may need. Where none of them is
+                the frontend, nothing is refused, as only the frontend has adapters.
 
         Raises:
-            RequestError: `name` is the name of an adapter, and the route needs the frontend.
+            RequestError: `name` is the name of an adapter, and a route needs the frontend.
         """
         frontend = self.model.omni.plan.frontend().model_stage
-        if name in self.models.lora_requests and frontend in self.model.capabilities.routes.get(route, ()):
+        needed = {stage for route in routes for stage in self.model.capabilities.routes.get(route, ())}
+        if name in self.models.lora_requests and frontend in needed:
             raise RequestError(f"model: '{name}' is an adapter, which this API does not use", parameter="model")
 
     async def respond(self, answer: DirectAnswer, raw_request: Request, prefix: str) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import re
 import time
@@ -18,13 +17,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 from starlette.datastructures import UploadFile
-from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.multimodal.image import convert_image_mode
+from vllm.multimodal.media.image import ImageMediaIO
 
 from vllm_omni_ext.errors import RequestError, RequestFailed
-from vllm_omni_ext.modalities.base import IMAGE
+from vllm_omni_ext.modalities.base import IMAGE, TEXT
 from vllm_omni_ext.modalities.chunks import ImageChunk
 from vllm_omni_ext.modalities.fields import choice
 from vllm_omni_ext.modalities.image import FORMATS, PNG, ImageEncoding, base64_of
@@ -36,7 +34,7 @@ from vllm_omni_ext.serving.limits.media import PIXELS, count_pixels
 from vllm_omni_ext.serving.limits.texts import refuse_long
 from vllm_omni_ext.serving.limits.validation import validate_json_values
 from vllm_omni_ext.serving.options import CHUNKS, LARGEST_INTEGER, check
-from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event
+from vllm_omni_ext.serving.responses import ERROR_RESPONSES, EVENT_STREAM, named_event, printable
 from vllm_omni_ext.serving.served import ServedModel
 
 AUTO, B64_JSON = "auto", "b64_json"
@@ -126,7 +124,7 @@ async def read_form(raw_request: Request) -> ImageRequest:
                 if upload[1] == "mask" and files["mask"]:
                     raise RequestError(f"{name}: may be sent once", parameter=name)
                 files[upload[1]].append(await asyncio.to_thread(opened, name, await part.read()))
-            elif upload is not None or name in FILES:
+            elif upload is not None or name.partition("[")[0] in FILES:
                 raise RequestError(f"{name}: must be a file with the name image or mask", parameter=name)
             else:
                 _add(fields, name, _value(name, part, scan))
@@ -154,6 +152,7 @@ async def _respond(request: ImageRequest, raw_request: Request, kind: str) -> Re
     serving: DirectServing = raw_request.app.state.omni_serving_images
     if (unknown := await serving.check_model(request)) is not None:
         return unknown
+    serving.refuse_adapter(request.model, *(serving.model.capabilities.routes.keys() - {TEXT}))
     return await serving.respond(
         ImageAnswer(request, await read_images(request, serving.model), kind), raw_request, "image"
     )
@@ -192,7 +191,7 @@ class ImageAnswer(DirectAnswer):
         ordered = [chunk for _, chunk in sorted(made, key=itemgetter(0))]
         facts = {"created": int(time.time()), "data": [await self._encoded(chunk) for chunk in ordered]}
         about = {"output_format": self._request.encoding.format, "size": size_of(ordered[0])}
-        return JSONResponse({**facts, **about, "usage": usage(self._jobs)})
+        return JSONResponse({**facts, **about, "usage": self._usage(self._jobs)})
 
     async def stream(self, chunks: Pictures) -> AsyncGenerator[str | bytes, None]:
         request = self._request
@@ -207,8 +206,18 @@ class ImageAnswer(DirectAnswer):
                 if chunk.partial:
                     yield named_event(f"{self._kind}.partial_image", **facts, partial_image_index=chunk.index)
                 else:
-                    tokens = usage(self._jobs[index : index + 1])
+                    tokens = self._usage(self._jobs[index : index + 1])
                     yield named_event(f"{self._kind}.completed", **facts, index=index, usage=tokens)
+
+    def _usage(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Return the `usage` object of an answer: the prompt tokens of all jobs. Pictures count 0 output tokens.
+
+        The tokens of an edit have no details: the plugin counts text and pictures together.
+        """
+        tokens = sum(rendered.tokens for rendered, _ in jobs)
+        details = {"input_tokens_details": {"text_tokens": tokens, "image_tokens": 0}}
+        counts = {"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens}
+        return counts if self._request.images else {**counts, **details}
 
     async def _encoded(self, chunk: ImageChunk) -> dict[str, Any]:
         seed = {} if chunk.seed is None else {"seed": chunk.seed}
@@ -246,7 +255,8 @@ async def read_images(request: ImageRequest, model: ServedModel) -> list[Job]:
         seed = None if request.seed is None else (request.seed + index) % (LARGEST_INTEGER + 1)
         body = request.model_copy(update={"seed": seed})
         fields = {name: value for name in body.model_fields_set if (value := getattr(body, name)) is not None}
-        found = model.read({**fields, **(body.model_extra or {})}, stream=False, seed=seed, modalities=(IMAGE,))
+        given = {**fields, **(body.model_extra or {})}
+        found = model.read(given, stream=False, seed=request.seed, nth=index, modalities=(IMAGE,))
         rendered, options = await model.surface.image(body, found.options, model)
         check(model.runtime, options, found.paths)
         jobs.append((rendered, options))
@@ -294,7 +304,7 @@ def _value(name: str, text: str, scan: BodyScan) -> Any:
 
 
 def opened(name: str, data: bytes) -> Any:
-    """Return a file as a PIL image: RGB with white behind transparent areas, as in chats. Masks are not converted.
+    """Return a file as a PIL image, as in chats: upright, RGB, white behind transparent areas. Masks keep their mode.
 
     Args:
         name: name of the form part.
@@ -302,38 +312,19 @@ def opened(name: str, data: bytes) -> Any:
     Raises:
         RequestError: the file is not a picture, or has too many pixels.
     """
-    from PIL import Image
-
     if (budget := PIXELS.get()) is not None:
         count_pixels(budget, data, name)
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            pixels, most = picture.width * picture.height, envs.VLLM_MAX_IMAGE_PIXELS
-            if pixels > most:
-                raise RequestError(f"{name}: {pixels} pixels are too many, at most {most} are read", parameter=name)
-            picture.load()
-            return picture.copy() if name.startswith("mask") else convert_image_mode(picture, "RGB")
-    except RequestError:
-        raise
+        return ImageMediaIO(None if name.startswith("mask") else "RGB").load_bytes(data).media
     except Exception as err:  # Pillow's decoders raise errors of any type
-        raise RequestError(f"{name}: is not a picture that can be read", parameter=name) from err
+        message = f"{name}: is not a picture that can be read: {printable(str(err))}"
+        raise RequestError(message, parameter=name) from err
 
 
 def size_of(chunk: ImageChunk) -> str:
     """Return a picture's size as text, e.g. "1024x768" (width x height)."""
     height, width = chunk.pixels.shape[:2]
     return f"{width}x{height}"
-
-
-def usage(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return the `usage` object of an answer: the prompt tokens of all jobs. Pictures count 0 output tokens."""
-    tokens = sum(rendered.tokens for rendered, _ in jobs)
-    return {
-        "input_tokens": tokens,
-        "output_tokens": 0,
-        "total_tokens": tokens,
-        "input_tokens_details": {"text_tokens": tokens, "image_tokens": 0},
-    }
 
 
 async def _numbered(index: int, source: AsyncGenerator[ImageChunk, None]) -> Pictures:

@@ -207,7 +207,15 @@ def from_keywords(
     return options
 
 
-def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None, chat: bool = False) -> dict[str, Any]:
+def read_params(
+    plan: Plan,
+    body: Mapping[str, Any],
+    *,
+    seed: int | None,
+    nth: int = 0,
+    chat: bool = False,
+    text_only: bool = False,
+) -> dict[str, Any]:
     """Return the parameters, of the stage's own type, of each stage for which the request sets a parameter.
 
     A field named after the stage has precedence over the stage's entry in `sampling_params_list`, and the entry has
@@ -216,8 +224,11 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None, chat: 
     Args:
         body: fields of the request that vLLM does not read, among them the fields named after stages.
         seed: the request's `seed`.
+        nth: number of the answer, if a request has several answers. It is added to each seed, also to a configured one.
         chat: the body is a chat request, of whose own fields vLLM makes the sampling parameters of the frontend (see
             `apply_to_frontend`); the result has no entry for the frontend.
+        text_only: the answer is text. `seed` is not set in a stage with a type of parameters of its own, which may
+            refuse a seed that vLLM accepts for texts.
 
     Raises:
         RequestError: a parameter is invalid; the error names it, e.g. `talker.top_k`, `sampling_params_list[1].top_k`.
@@ -231,8 +242,12 @@ def read_params(plan: Plan, body: Mapping[str, Any], *, seed: int | None, chat: 
         if not names:
             _refuse_params(name, body.get(name))
             continue
-        requested: Values = {SEED: (SEED, seed)} if seed is not None and SEED in names else {}
+        takes_seed = SEED in names and not (text_only and stage.params_type != SAMPLING_PARAMS)
+        requested: Values = {SEED: (SEED, seed)} if seed is not None and takes_seed else {}
         requested |= listed.get(name, {}) | _check_types(name, body.get(name), stage, STAGE_SAMPLING)
+        path, first = requested.get(SEED, (name, stage.params.get(SEED)))
+        if nth and first is not None:
+            requested[SEED] = path, (first + nth) % (LARGEST_INTEGER + 1)
         if requested:
             found[name] = _build(name, stage, stage.params, requested)
     return found

@@ -14,6 +14,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from vllm_omni_ext import resampling
 from vllm_omni_ext.errors import RequestError
+from vllm_omni_ext.modalities.base import TEXT
 from vllm_omni_ext.modalities.registry import modalities_of
 from vllm_omni_ext.omni import AsyncOmni
 from vllm_omni_ext.plugins.http import HttpSurface
@@ -88,13 +89,20 @@ class ServedModel:
                 raise RequestError(f"{name:.100}: is unknown to {route}", parameter=f"{name:.100}")
 
     def read(
-        self, body: Mapping[str, Any], *, stream: bool, seed: int | None, modalities: tuple[str, ...] | None = None
+        self,
+        body: Mapping[str, Any],
+        *,
+        stream: bool,
+        seed: int | None,
+        nth: int = 0,
+        modalities: tuple[str, ...] | None = None,
     ) -> ReadOptions:
         """Read and check the options in a request body.
 
         Args:
             body: the fields that the API's own request type does not read, and all fields that the model declares.
             seed: the request's `seed`.
+            nth: see `read_params`.
             modalities: modalities of the answer, if the API determines them; None: the body of a chat sets them.
 
         Raises:
@@ -107,9 +115,12 @@ class ServedModel:
             inside |= fields
         fields = inside | {name: body[name] for name in self.fields.names if name in body}
         values, paths = self.fields.read(fields)
+        requested = modalities or read_modalities(body.get(MODALITIES), self.capabilities)
         options = RequestOptions(
-            modalities=modalities or read_modalities(body.get(MODALITIES), self.capabilities),
-            params=read_params(self.omni.plan, body, seed=seed, chat=modalities is None),
+            modalities=requested,
+            params=read_params(
+                self.omni.plan, body, seed=seed, nth=nth, chat=modalities is None, text_only=requested == (TEXT,)
+            ),
             chunks=read_chunks(body.get(CHUNKS), self.omni.plan.chunks),
             fields=values,
             streamed=stream,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +46,7 @@ class BagelHttp(HttpSurface):
             RequestError: the body sets `return_latents`, or `previews` without `stream`.
         """
         _refuse_latents(options)
-        if options.fields.get(PREVIEWS) and not body.stream:
-            raise RequestError(f"{PREVIEWS}: needs stream: true", parameter=PREVIEWS)
+        _refuse_unsent_previews(options, body)
         stage = options.params.get(DIT)
         thinks = options.fields.get(THINK, getattr(stage, THINK, None))
         if not thinks or IMAGE not in options.modalities or TEXT in options.modalities:
@@ -60,19 +59,23 @@ class BagelHttp(HttpSurface):
         `Rendered.data` has the parts of the prompt: the body's pictures, then its text.
 
         Raises:
-            RequestError: the prompt is empty, a picture has too many tokens, or the body has a value that the model
-                does not support.
+            RequestError: the prompt is empty, a picture has too many tokens, two fields contradict each other, or the
+                body has a value that the model does not support.
         """
         _refuse_latents(options)
+        _refuse_unsent_previews(options, body)
+        if body.partial_images not in (None, options.fields.get(PREVIEWS, body.partial_images)):
+            message = f"{PREVIEWS}: has another value than 'partial_images'; set one of them"
+            raise RequestError(message, parameter=PREVIEWS)
         refuse_others(body)
-        _refuse_large(body.images, server)
+        shown = sum(_picture_tokens(picture, server) for picture in body.images)
         if not body.prompt.strip():
             raise RequestError("prompt: must not be empty", parameter="prompt")
         given = {SIZE: body.size, SEED: body.seed, PREVIEWS: body.partial_images}
         fields = {**options.fields, **{name: value for name, value in given.items() if value is not None}}
         ids = await server.tokenize(body.prompt, special=False)
         parts = await asyncio.to_thread(server.runtime.parts, body.images, ids)
-        return Rendered(data=parts, input_tokens=len(ids)), replace(options, fields=fields)
+        return Rendered(data=parts, input_tokens=shown + len(ids)), replace(options, fields=fields)
 
 
 def refuse_others(body: Any) -> None:
@@ -86,16 +89,22 @@ def refuse_others(body: Any) -> None:
         raise RequestError("mask: is not available; say in the prompt which part to change", parameter="mask")
 
 
-def _refuse_large(pictures: Sequence[Any], server: OmniServer) -> None:
-    """Raise RequestError for a picture with more ViT tokens than `max_media_tokens`, a limit that chats have too."""
-    if (most := server.max_media_tokens) is None:
-        return
-    for picture in pictures:
-        tokens = picture_tokens(server.runtime.sizes, picture.height, picture.width, latents=False)
-        if tokens > most:
-            raise RequestError(
-                f"image: a picture has {tokens:,} tokens, but limits.max_media_tokens is {most:,}", parameter="image"
-            )
+def _picture_tokens(picture: Any, server: OmniServer) -> int:
+    """Return the number of a picture's ViT tokens, which chats count too.
+
+    Raises:
+        RequestError: they are more than `max_media_tokens`.
+    """
+    tokens = picture_tokens(server.runtime.sizes, picture.height, picture.width, latents=False)
+    if (most := server.max_media_tokens) is not None and tokens > most:
+        message = f"image: a picture has {tokens:,} tokens, but limits.max_media_tokens is {most:,}"
+        raise RequestError(message, parameter="image")
+    return tokens
+
+
+def _refuse_unsent_previews(options: RequestOptions, body: Any) -> None:
+    if options.fields.get(PREVIEWS) and not body.stream:
+        raise RequestError(f"{PREVIEWS}: needs stream: true", parameter=PREVIEWS)
 
 
 def _refuse_latents(options: RequestOptions) -> None:

@@ -32,13 +32,19 @@ class Server:
 
 
 def read(
-    prompt: str = "blue", pictures: Any = (), mask: Any = None, max_media_tokens: int | None = None, **fields: Any
+    prompt: str = "blue",
+    pictures: Any = (),
+    mask: Any = None,
+    max_media_tokens: int | None = None,
+    previews: int | None = None,
+    **fields: Any,
 ) -> tuple[Rendered, RequestOptions]:
     body = ImageRequest(prompt=prompt, **fields)
     body.images, body.mask = list(pictures), mask
     server: Any = Server()
     server.max_media_tokens = max_media_tokens
-    return asyncio.run(BagelHttp().image(body, RequestOptions(modalities=("image",)), server))
+    given = RequestOptions(modalities=("image",), fields={} if previews is None else {"previews": previews})
+    return asyncio.run(BagelHttp().image(body, given, server))
 
 
 def chat(*modalities: str, stream: bool = False, dit: DitParams | None = None, **fields: Any) -> tuple[str, ...]:
@@ -51,7 +57,8 @@ def test_pictures_come_before_the_prompt_and_tokens_are_counted() -> None:
     shown = picture(16, 16, 0)
     rendered, options = read(pictures=[shown], size="64x64", seed=3, partial_images=2, stream=True)
     assert rendered.data == [shown, list(b"blue")]
-    assert rendered.input_tokens == 4
+    assert rendered.input_tokens == 4 + picture_tokens(RELEASED, 16, 16, latents=False)
+    assert read()[0].input_tokens == 4
     assert options.fields == {"size": "64x64", "seed": 3, "previews": 2}
 
 
@@ -94,6 +101,19 @@ def test_latents_and_previews_are_refused_in_a_chat_that_is_not_streamed(name: s
         chat("image", **{name: value})
     assert caught.value.parameter == name
     chat("image", stream=True, previews=1)
+
+
+def test_previews_of_a_picture_need_a_stream_and_one_number() -> None:
+    for fields, message in (
+        ({"previews": 2}, "previews: needs stream: true"),
+        ({"previews": 2, "partial_images": 1, "stream": True}, "previews: has another value than 'partial_images'"),
+    ):
+        with pytest.raises(RequestError, match=f"^{message}") as caught:
+            read(**fields)
+        assert caught.value.parameter == "previews"
+    for fields in ({"previews": 2}, {"partial_images": 2}, {"previews": 2, "partial_images": 2}):
+        assert read(stream=True, **fields)[1].fields == {"previews": 2}
+    assert read(previews=0)[1].fields == {"previews": 0}
 
 
 def test_a_thought_is_the_reasoning_of_an_answer() -> None:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from PIL import Image
 from urllib3.util import parse_url
 from vllm.logger import init_logger
+from vllm.multimodal.image import open_image
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
@@ -103,7 +103,7 @@ def count_pixels(budget: Budget, data: bytes, parameter: str) -> None:
         parameter: field or form part with the image, which the budget's RequestError names.
     """
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(io.BytesIO(data)) as image:
             width, height = image.size
     except Exception:  # Pillow's decoders raise errors of any type
         return
