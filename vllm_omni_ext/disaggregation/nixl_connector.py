@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from typing import Any
 
 import psutil
+import zmq
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
@@ -19,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from vllm_omni_ext.disaggregation.parameters import HOST, LOOPBACK, understood
 from vllm_omni_ext.engine.replica_identity import own_ports
 from vllm_omni_ext.ids import DECODE, PREFILL
-from vllm_omni_ext.ports import bind_within
+from vllm_omni_ext.ports import ANY, bind_within
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,44 @@ class OmniNixlConnector(NixlConnector):
         self._kind = PREFILL if config.is_kv_producer else DECODE
         given = extra.setdefault(GIVEN_ID, config.engine_id)
         config.engine_id = f"{given}-{_engine_process(vllm_config, role)}"
-        host = extra.get(HOST, LOOPBACK)
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
-        if role == KVConnectorRole.SCHEDULER:  # of both sides; without a free port vLLM waits for its thread for ever
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port(host))
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = extra.get(HOST, LOOPBACK)
         super().__init__(vllm_config, role, kv_cache_config)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Listen for other replicas at a port that no process uses.
+
+        vLLM waits for ever for a listener that cannot bind. A port that was free before may be in use: NIXL's library,
+        here and in other replicas, takes ports of the same range.
+
+        Raises:
+            OSError: all ports are in use.
+        """
+        scheduler = self.connector_scheduler
+        if scheduler._nixl_handshake_listener_t is not None:
+            super().set_xfer_handshake_metadata_pp_aware(metadata)
+            return
+        listen = scheduler._nixl_handshake_listener
+
+        def at(port: int) -> None:
+            failed: list[zmq.ZMQError] = []
+
+            def listener(data: Any, ready: threading.Event, *others: Any) -> None:
+                try:
+                    listen(data, ready, *others)
+                except zmq.ZMQError as error:
+                    if ready.is_set():
+                        raise
+                    failed.append(error)
+                    ready.set()
+
+            scheduler._nixl_handshake_listener = listener
+            scheduler.side_channel_port = port or _free_port(scheduler.side_channel_host)
+            scheduler.set_xfer_handshake_metadata(metadata)
+            if failed:
+                scheduler._nixl_handshake_listener_t = None
+                raise failed[0]
+
+        bind_within(own_ports(), at)
 
     def on_new_request(self, request: Any) -> None:
         """Drop transfer parameters that this replica cannot use; the request is then computed locally."""
@@ -64,5 +99,5 @@ def _engine_process(vllm_config: VllmConfig, role: KVConnectorRole) -> str:
 
 
 def _free_port(host: str) -> int:
-    with bind_within(own_ports(), lambda port: socket.create_server((host, port))) as probe:
+    with socket.create_server((host, ANY)) as probe:
         return int(probe.getsockname()[1])
