@@ -115,9 +115,10 @@ FAULTS = {
 
 
 SENT: Mapping[str, Mapping[str, Any]] = {
+    chunks_without_state.__name__: {"chunks": {"frames": [4], "adaptive": False}},
     last_chunk_dropped.__name__: {"chunks": {"frames": [4, 25], "adaptive": False}},
 }
-"""Fields of the requests with which a fault is looked for: the size of a last chunk must not depend on the load."""
+"""Fields of the requests with which a fault is looked for: the sizes of chunks must not depend on the load."""
 
 
 def answers_of(server: Server, asked: Sequence[Case], **extra: Any) -> dict[str, Answer]:

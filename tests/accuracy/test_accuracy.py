@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.support.capabilities import needs
 from tests.support.cluster import (
     LENGTH,
     STAGES,
+    asked_again,
     kill,
     overrides,
     wait_busy,
@@ -67,11 +67,12 @@ def test_another_topology(
 
 
 def test_while_replicas_are_killed(trained: Path, asked: list[Case], usual: dict[str, Answer], tmp_path: Path) -> None:
-    with Server(trained, tmp_path / "log", [*LENGTH, *overrides(**TWO)]) as server, ThreadPoolExecutor(1) as aside:
+    with Server(trained, tmp_path / "log", [*LENGTH, *overrides(**TWO)]) as server:
         for stage in STAGES:
-            answers = aside.submit(answers_of, server, asked)
-            kill(server, wait_busy(server, stage, answers))
-            check_alike(answers.result(), usual)
+            with asked_again(lambda: answers_of(server, asked)) as answers:
+                kill(server, wait_busy(server, stage))
+            for each in answers.result():
+                check_alike(each, usual)
 
 
 def test_prefill_and_decode_apart(request: pytest.FixtureRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import functools
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import av
@@ -30,7 +32,7 @@ from PIL import Image
 from examples.server import HOST, Server, ServerFailed
 from tests.faults.table import Fault, read_file
 from tests.nullgpu import counters
-from tests.nullgpu.environment import Environment, prepare, with_fault
+from tests.nullgpu.environment import Environment, add_missing, prepare, with_fault
 from tests.nullgpu.scenarios import SCENARIOS, Ask, Calls, Picture, Restart, Scenario, Sleep
 from tests.support import media
 from tests.support.cluster import replicas, states, until
@@ -99,15 +101,22 @@ def main() -> int:
 def in_parallel(environment: Environment, scenarios: Sequence[Scenario], jobs: int, *, once: bool) -> int:
     """Run each scenario in a process, `jobs` at a time; its output is printed at its end.
 
-    A scenario reports kernels that are compiled after its start, so no other one may use its cache meanwhile.
+    A scenario reports kernels that are compiled after its start, so no other one may use its cache meanwhile. It begins
+    with the compiled code of all that have ended.
     """
-    caches = [environment.cache, *(environment.cache.with_name(f"cache-{job}") for job in range(2, jobs + 1))]
+    ended, copying = environment.cache, Lock()
 
     def run(scenario: Scenario, cache: Path) -> int:
+        with copying:
+            add_missing(ended, cache)
         words = [sys.executable, "-m", "tests.nullgpu", scenario.name, "--prepared", str(cache)]
         done = subprocess.run([*words, *(["--once"] if once else [])], stdout=subprocess.PIPE, text=True)
         print(done.stdout, end="", flush=True)
+        with copying:
+            add_missing(cache, ended)
         return done.returncode
+
+    caches = [ended.with_name(f"cache-{job}") for job in range(1, jobs + 1)]
 
     return int(any(with_each(run, scenarios, caches)))
 
@@ -377,9 +386,15 @@ def plan(environment: Environment, scenario: Scenario) -> dict[str, dict[str, in
     """Planned memory of each replica, as `vllm-omni-ext plan --json` has it. No scenario divides one over devices."""
     machine = f"cuda:{scenario.gpu.mib}MiBx{scenario.devices}"
     model = str(environment.model(scenario.model))
-    words = ["plan", model, "--machine", machine, "--json", "--load-format", "dummy", *scenario.flags]
-    done = subprocess.run([sys.executable, "-m", "vllm_omni_ext", *words], capture_output=True, text=True, check=True)
-    return {each["id"]: each for device in json.loads(done.stdout)["memory"] for each in device["replicas"]}
+    made = json.loads(printed("plan", model, "--machine", machine, "--json", "--load-format", "dummy", *scenario.flags))
+    return {each["id"]: each for device in made["memory"] for each in device["replicas"]}
+
+
+@functools.cache
+def printed(*words: str) -> str:
+    """Return the output of `vllm-omni-ext` with these words; the starts of a scenario have one plan."""
+    command = [sys.executable, "-m", "vllm_omni_ext", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def refused(run: Path) -> Iterator[str]:

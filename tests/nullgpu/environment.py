@@ -102,6 +102,18 @@ def prepare() -> Environment:
     return made
 
 
+def add_missing(source: Path, target: Path) -> None:
+    """Copy the files of a cache that another one lacks; no process may write to `source` meanwhile."""
+
+    def copy(file: str, to: str) -> None:
+        if not os.path.exists(to):
+            shutil.copy2(file, to)
+
+    for folder in (source, target):
+        folder.mkdir(exist_ok=True)
+    shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True)
+
+
 def with_fault(made: Environment, fault: Fault, job: int) -> Environment:
     """Return the environment with a fault in the package and an empty cache; `job` names the folders of both."""
     faulty = replace(made, cache=made.home / f"cache-of-faults-{job}", site=made.home / f"site-of-faults-{job}")

@@ -41,8 +41,8 @@ def join(bagel: Path, tmp_path: Path) -> Join:
 
     def program(name: str, stage: int, count: int) -> Program:
         words = [*command(), "serve", str(bagel), "--omni", "--stage-id", str(stage), "-oma", HOST, "-omp", str(port)]
-        words += ["--headless"] if name != "head" else []
-        return Program([*words, "--omni-dp-size-local", str(count), *LENGTH[2:], *TIMES], tmp_path / name)
+        words += TIMES if name == "head" else ["--headless"]
+        return Program([*words, "--omni-dp-size-local", str(count), *LENGTH[2:]], tmp_path / name)
 
     return program
 

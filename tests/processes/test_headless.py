@@ -452,8 +452,8 @@ def test_replicas_of_the_frontend_join_die_and_leave(cluster: Cluster, undisturb
             kill(head, name)
 
         assert during(head, "thinker", harm) == undisturbed
+        assert until(lambda: replicas(head).get(name, {}).get("restarts") == 1, UP_S), states(head)
         assert until(lambda: all_up(head, 6) and idle(head), UP_S), states(head)
-        assert replicas(head)[name]["restarts"] == 1
         assert until(lambda: used(ask_all(head, BODIES, AT_ONCE))[name])
 
         def leave() -> None:
