@@ -41,9 +41,12 @@ def main() -> None:
         if delta.audio and delta.audio.data:
             pieces.append(np.frombuffer(base64.b64decode(delta.audio.data), np.int16))
     print()
-    samples = np.concatenate(pieces)
-    soundfile.write(args.wav, samples, RATE_HZ)
-    print(f"{len(samples) / RATE_HZ:.2f} s of sound in {len(pieces)} pieces: {args.wav}")
+    if pieces:
+        samples = np.concatenate(pieces)
+        soundfile.write(args.wav, samples, RATE_HZ)
+        print(f"{len(samples) / RATE_HZ:.2f} s of sound in {len(pieces)} pieces: {args.wav}")
+    else:
+        print("no sound")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from dev import pages
+from examples import chat_http
 from tests.support import readme
 from vllm_omni_ext.cli import main as cli
 from vllm_omni_ext.cli.args import parse_serve
@@ -157,6 +160,21 @@ README_PLANS = [words[2:] for words in commands(README.read_text(encoding="utf-8
 def test_server_commands_of_the_readme_have_a_plan(words: list[str], shapes: dict[str, str]) -> None:
     machine = [] if "--machine" in words else ["--machine", "cuda:141GiBx3"]
     assert cli.main(["plan", shapes[words[0]], *words[1:], *machine]) == 0
+
+
+def test_the_chat_example_reports_an_answer_without_sound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    delta, file = SimpleNamespace(content="Yes", audio=None), tmp_path / "reply.wav"
+    answer = [SimpleNamespace(choices=[SimpleNamespace(delta=delta)])]
+    client: Any = SimpleNamespace(
+        models=SimpleNamespace(list=lambda: SimpleNamespace(data=[SimpleNamespace(id="tiny")])),
+        chat=SimpleNamespace(completions=SimpleNamespace(create=lambda **fields: answer)),
+    )
+    monkeypatch.setattr("openai.OpenAI", lambda **settings: client)
+    monkeypatch.setattr("sys.argv", ["chat_http.py", "Yes or no?", "--wav", str(file)])
+    chat_http.main()
+    assert capsys.readouterr().out == "Yes\nno sound\n" and not file.exists()
 
 
 def test_every_make_command_of_the_readme_has_a_target() -> None:

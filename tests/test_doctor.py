@@ -17,6 +17,7 @@ from dev import pages
 from vllm_omni_ext import doctor, environment, patching, resampling
 from vllm_omni_ext.compat import PATCHES
 from vllm_omni_ext.doctor import main, packages, vllm_sections
+from vllm_omni_ext.errors import IncompatibleVllm
 from vllm_omni_ext.patching.seams import fingerprints, seams, series
 from vllm_omni_ext.patching.source import VllmSource
 
@@ -127,6 +128,13 @@ def test_another_version_fails_and_is_compared_with_the_nearest_one(copy, monkey
 def test_no_vllm_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(VllmSource, "installed", lambda: VllmSource(tmp_path / "nothing"))
     assert list(wrong()) == ["vLLM"]
+
+
+def test_a_broken_wheel_is_one_line(tmp_path, capsys):
+    wheel = tmp_path / "vllm-0.33.0-py3-none-any.whl"
+    wheel.write_text("no wheel")
+    with pytest.raises(IncompatibleVllm, match=rf"^--against {wheel}: cannot be read: File is not a zip file$"):
+        main(["--against", str(wheel)])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -150,7 +151,10 @@ def against(wanted: str) -> list[Section]:
     for package in packages():
         uses |= {target: use for group in seams.seams(package).values() for target, use in group.items()}
     with tempfile.TemporaryDirectory() as folder:
-        old, new = VllmSource.installed(), other_vllm(wanted, Path(folder))
+        try:
+            old, new = VllmSource.installed(), other_vllm(wanted, Path(folder))
+        except (OSError, zipfile.BadZipFile) as err:
+            raise IncompatibleVllm(f"--against {wanted}: cannot be read: {err}") from err
         found = differences(uses, old, new)
         versions = [Line("installed", True, f"{old.version} at {old.root}")]
         versions.append(Line("compared with", True, f"{new.version} ({wanted})"))

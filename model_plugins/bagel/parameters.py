@@ -97,6 +97,8 @@ class ImageParameters:
             raise _wrong("cfg_interval", self.cfg_interval, "must be two numbers")
         for bound in self.cfg_interval:
             _number("cfg_interval", bound)
+            if not 0.0 <= bound <= 1.0:
+                raise _wrong("cfg_interval", self.cfg_interval, "must be two times between 0 and 1")
         if self.cfg_interval[0] > self.cfg_interval[1]:
             raise _wrong("cfg_interval", self.cfg_interval, "must not end before it begins")
 

@@ -20,6 +20,7 @@ from vllm_omni_ext.config.schema import setting_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.registry import families
 from vllm_omni_ext.plugins.spec import param_names
+from vllm_omni_ext.topology import explain
 from vllm_omni_ext.topology.engine_args import _RESERVED, SHARED_FIELDS
 from vllm_omni_ext.topology.plan import Plan
 
@@ -122,6 +123,19 @@ def test_the_config_file_of_vllm_may_have_the_flags_of_the_package(model: str, t
         (["--api-server-count", "0"], "api_servers: must be an integer >= 1, or auto, got 0"),
         (["--device-ids", "0,1"], "--device-ids "),
         (["--nnodes", "2"], "--nnodes 2: with --omni a replica runs on one host; remove it"),
+        (
+            ["--prefill-context-parallel-size", "2"],
+            "--prefill-context-parallel-size 2: with --omni write tensor_parallel_size instead",
+        ),
+        (["--aggregate-engine-logging"], "--aggregate-engine-logging: with --omni each replica has a line of its own "),
+        (["--port", "70000"], "port: must be an integer from 0 to 65535, got 70000"),
+        (["--omni-log-dir", "~nobody-here/logs"], "log_dir: there is no home folder for '~nobody-here/logs'; name "),
+        (["--stage-config", "~nobody-here/x.yaml"], "~nobody-here/x.yaml: no such stage config file"),
+        (["--hf-overrides", '{"thinker_config": 3}'], "model: the config of "),
+        (
+            ["--hf-overrides", '{"thinker_config": {"text_config": {"num_hidden_layers": "x"}}}'],
+            "model: the config of ",
+        ),
         (["--worker-cls", "x"], "worker_cls: the pipeline sets it to "),
         (["--stage-overrides", "{"], "--stage-overrides: is not valid JSON"),
         (
@@ -192,6 +206,23 @@ def test_parsers_and_templates_that_vllm_has_are_accepted(model: str, tmp_path: 
     assert plan_of(model, *words, "hermes").model == model
     assert plan_of(model, "--chat-template", "{{ messages }}").model == model
     assert plan_of(model, *words, "own", "--tool-parser-plugin", str(plugin)).model == model
+
+
+def test_the_http_server_has_the_engine_settings_of_the_frontend(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    parser = "structured_outputs_config: {reasoning_parser: qwen3, backend: xgrammar}"
+    file.write_text(f"stages: {{thinker: {{engine: {{served_model_name: mine, {parser}}}}}}}")
+    overrides = '{"thinker": {"enable_log_requests": true, "disable_log_stats": true}}'
+    words = ["--stage-config", str(file), "--stage-overrides", overrides]
+    args = from_cli(parse_serve([model, *words]))[1]
+    assert (args.served_model_name, args.enable_log_requests, args.disable_log_stats) == (["mine"], True, True)
+    assert (args.reasoning_parser, args.structured_outputs_config.reasoning_parser) == ("qwen3", "qwen3")
+    assert args.structured_outputs_config.backend == "xgrammar"
+    args = from_cli(parse_serve([model, *words, "--reasoning-parser", "deepseek_r1"]))[1]
+    assert args.structured_outputs_config.reasoning_parser == "deepseek_r1"
+    unknown = '{"thinker": {"reasoning_parser": "nope"}}'
+    assert error_of(model, "--stage-overrides", unknown).startswith("--reasoning-parser nope: vLLM has no such parser;")
+    assert parse_serve([model]).structured_outputs_config.reasoning_parser == ""
 
 
 @pytest.mark.parametrize(
@@ -302,3 +333,15 @@ def test_a_wrong_command_line_is_one_line_and_status_2(
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(err) == 1
     assert err[0].startswith(message)
+
+
+def test_a_plan_that_cannot_be_printed_is_one_line_and_status_2(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ConfigError("stages.thinker.engine.x: cannot be compared")
+
+    monkeypatch.setattr(explain, "config_hash", fail)
+    assert plan_command.main([model, "--json"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, "error: stages.thinker.engine.x: cannot" in printed.err) == ("", True)

@@ -93,6 +93,8 @@ def test_a_given_file_is_used_and_its_mode_is_checked(model: str, tmp_path: Path
 def test_wrong_settings_of_the_secret_are_refused_before_any_start(model: str, tmp_path: Path) -> None:
     named = ["--omni-cluster-secret-file", str(tmp_path / "named")]
     assert error_of(model, *HERE, *named).startswith("coordinator secret: cannot read")
+    unknown = error_of(model, *HERE, "--omni-cluster-secret-file", "~nobody-here/secret")
+    assert unknown.startswith("coordinator secret: cannot read")
     (tmp_path / "named").write_text("short")
     assert error_of(model, *HERE, *named) == "coordinator secret: must have at least 16 bytes, got 5"
     assert error_of(model, *HERE, NONE, *named).startswith(

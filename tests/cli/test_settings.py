@@ -201,6 +201,11 @@ def test_a_variable_replaces_no_key(
         from_kwargs(model, stage_overrides={"thinker": thinker})
 
 
+def test_the_plan_has_the_threads_of_the_environment(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert {stage.env["OMP_NUM_THREADS"] for stage in from_kwargs(model).stages} == {"3"}
+
+
 def test_an_override_of_the_kv_cache_has_precedence_over_the_flag_and_the_keyword(model: str) -> None:
     overrides = {"thinker": {"kv_cache_bytes": 64 << 20}}
     words = ["--kv-cache-memory-bytes", str(32 << 20), "--stage-overrides", json.dumps(overrides)]
@@ -208,6 +213,20 @@ def test_an_override_of_the_kv_cache_has_precedence_over_the_flag_and_the_keywor
     program = from_kwargs(model, kv_cache_memory_bytes=32 << 20, stage_overrides=overrides)
     for plan in (server, program):
         assert plan.stage("thinker").engine_args["kv_cache_memory_bytes"] == 64 << 20
+
+
+def test_a_generation_config_has_precedence_over_parameters_of_the_stage_config(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("stages: {thinker: {params: {temperature: 0.7, top_p: 0.8, max_tokens: 9}}}")
+    generation = {"temperature": 0.1, "top_k": 3, "top_p": None, "max_new_tokens": 5}
+    expected = {"temperature": 0.1, "top_p": 0.8, "max_tokens": 5}
+    words = ["--stage-config", str(file), "--override-generation-config", json.dumps(generation)]
+    server, _ = from_cli(parse_serve([model, *words]))
+    program = from_kwargs(model, stage_config=str(file), override_generation_config=generation)
+    assert server.frontend().sampling == program.frontend().sampling == expected
+    words += ["--stage-overrides", '{"thinker": {"params": {"temperature": 0.2}}}']
+    server, _ = from_cli(parse_serve([model, *words]))
+    assert server.frontend().sampling == expected | {"temperature": 0.2}
 
 
 def test_parameters_of_the_text_that_only_a_program_can_use(model: str) -> None:

@@ -77,6 +77,8 @@ TWICE = "is also written without engine; keep one of the two"
             for more in ({"kv_cache_memory_bytes": 8}, {"engine": {"kv_cache_memory_bytes": 8}})
         ),
         ("{", "is not valid JSON: "),
+        ('{"talker": ' * 3000 + "1" + "}" * 3000, "is not valid JSON: "),
+        ('{"talker": {"replicas": ' + "9" * 5000 + "}}", "is not valid JSON: "),
         ('{"talker": {"replicas": 1, "replicas": 2}}', "key 'replicas' is written twice; keep one of the two"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import openai
 import pytest
 import soundfile
 
-from tests.serving.conftest import MODEL
+from tests.serving.conftest import MODEL, asking
 from tests.support import media
 from tests.support.scripted import RATE, ScriptedOmni, sound
 from vllm_omni_ext.modalities.sound import pcm16
@@ -49,6 +50,24 @@ async def test_an_answer_is_text_and_wav_by_default(client: openai.AsyncOpenAI, 
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (3, 2 + 5, 10)
     assert engine.calls[0].options.modalities == ("text", "audio") and not engine.calls[0].options.streamed
     assert engine.calls[0].closed
+
+
+async def test_a_reasoning_parser_separates_thoughts_from_answers(engine: ScriptedOmni, tiny: Path) -> None:
+    from vllm_omni_ext.cli.serve import prepare
+    from vllm_omni_ext.serving.app import make_app
+
+    words = ["--served-model-name", MODEL, "--disable-log-stats", "--reasoning-parser", "qwen3"]
+    _, args = prepare([str(tiny), *words])
+    engine.script = ["<think>why</think>", "blue"]
+    async with asking(await make_app(engine, args)) as http:
+        body = {"model": MODEL, "messages": HELLO, "max_tokens": 9, "modalities": ["text"]}
+        chat = (await http.post("/v1/chat/completions", json=body)).json()
+        response = (await http.post("/v1/responses", json={"model": MODEL, "input": "hello"})).json()
+        message = (await http.post("/v1/messages", json={**body, "modalities": None})).json()
+    answer = chat["choices"][0]["message"]
+    assert (answer["reasoning"], answer["content"]) == ("why", "blue")
+    assert [part["content"][0]["text"] for part in response["output"]] == ["why", "blue"]
+    assert [(part.get("thinking"), part.get("text")) for part in message["content"]] == [("why", None), (None, "blue")]
 
 
 @pytest.mark.parametrize("modalities", [["text", "audio"], ["audio"]])

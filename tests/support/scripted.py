@@ -69,7 +69,7 @@ class ScriptedOmni:
     calls: list[Call] = field(default_factory=list)
     refusal: Exception | None = None
     errored = draining = log_stats = False
-    connections = SimpleNamespace(client_index=0, client_count=1, board=None)
+    connections = SimpleNamespace(client_index=0, client_count=1, board=None, ready_responses=None)
     operator_state = NOTHING_CHANGED
     orchestrator = SimpleNamespace(pools=defaultdict(lambda: SimpleNamespace(replicas=())), pairs=list)
 

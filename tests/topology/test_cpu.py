@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm_omni_ext.config.schema import OmniConfig, StageConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import ModelFacts, StageFacts
 from vllm_omni_ext.plugins.spec import PipelineSpec
-from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.machine import Machine, number_of_threads
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.planner import STAGE_WORKER, make_plan
 
@@ -102,6 +103,52 @@ def test_replicas_on_other_hosts_need_no_memory_here(pipeline: PipelineSpec, cpu
 def test_tensor_parallel_replicas_have_several_processes(pipeline: PipelineSpec, cpu: Machine) -> None:
     args = plan_for(pipeline, cpu, talker=StageConfig(engine={"tensor_parallel_size": 2})).stage("talker").engine_args
     assert "distributed_executor_backend" not in args
+
+
+def test_cores_and_memory_are_divided_between_the_processes_of_replicas(pipeline: PipelineSpec, cpu: Machine) -> None:
+    facts = {"thinker": StageFacts(max_model_len=65536, kv_layers=1, kv_heads=4, kv_head_dim=MIB // 32)}
+    stage = StageConfig(engine={"tensor_parallel_size": 4})
+    plan = plan_for(pipeline, replace(cpu, cpu_count=12), facts, thinker=stage)
+    args = plan.stage("thinker").engine_args
+    assert {each.env["OMP_NUM_THREADS"] for each in plan.stages} == {"2"}
+    # Each of 6 processes has 2 GiB, and a token has a fourth of a MiB in each rank.
+    assert (args["kv_cache_memory_bytes"], args["max_model_len"]) == (2 << 30, 8192 - 512)
+    stage = StageConfig(engine={"tensor_parallel_size": 4, "kv_cache_memory_bytes": 8 << 30})
+    with pytest.raises(
+        ConfigError, match=r"^kv_cache_memory_bytes: 32\.0 GiB of KV cache for thinker, and this machine"
+    ):
+        plan_for(pipeline, cpu, thinker=stage)
+
+
+def test_threads_of_the_environment_apply_unless_the_stage_has_a_number(pipeline: PipelineSpec, cpu: Machine) -> None:
+    machine = replace(cpu, variables={"OMP_NUM_THREADS": "3,1"})
+    stages = {"talker": StageConfig(cpu_threads=5), "code2wav": StageConfig(env={"OMP_NUM_THREADS": "4,1"})}
+    plan = plan_for(pipeline, machine, **stages)
+    assert [each.env["OMP_NUM_THREADS"] for each in plan.stages] == ["3,1", "5", "4,1"]
+    assert [number_of_threads(each.env) for each in plan.stages] == [3, 5, 4]
+    with pytest.raises(ConfigError, match=r"^OMP_NUM_THREADS: must be an integer >= 1, got 'x'"):
+        plan_for(pipeline, replace(cpu, variables={"OMP_NUM_THREADS": "x"}))
+    with pytest.raises(ConfigError, match=r"^stages\.talker\.env\.OMP_NUM_THREADS: must be an integer >= 1, got '0'"):
+        plan_for(pipeline, cpu, talker=StageConfig(env={"OMP_NUM_THREADS": "0"}))
+
+
+@pytest.mark.parametrize(
+    ("space", "stages", "message"),
+    [
+        ("12", {}, ""),
+        ("13", {}, "VLLM_CPU_KVCACHE_SPACE: 26.0 GiB of KV cache for thinker, talker, and this machine has 24.0 GiB"),
+        ("9", {"talker": StageConfig(replicas=2)}, "VLLM_CPU_KVCACHE_SPACE: 27.0 GiB of KV cache for thinker, talker"),
+        ("9", {"talker": StageConfig(env={"VLLM_CPU_KVCACHE_SPACE": "20"})}, "VLLM_CPU_KVCACHE_SPACE: 29.0 GiB of KV "),
+        ("1.5", {}, "VLLM_CPU_KVCACHE_SPACE: must be a number of GiB, an integer, got '1.5'"),
+    ],
+)
+def test_kv_caches_of_the_environments_size_fit_into_the_memory(
+    pipeline: PipelineSpec, cpu: Machine, space: str, stages: dict[str, StageConfig], message: str
+) -> None:
+    machine = replace(cpu, variables={"VLLM_CPU_KVCACHE_SPACE": space})
+    with pytest.raises(ConfigError) if message else nullcontext() as caught:
+        plan_for(pipeline, machine, **stages)
+    assert caught is None or str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def of(facts: StageFacts = MEMORY, **args: Any) -> Need:
         ({"tensor_parallel_size": 2}, 1000 + 200 + 20),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 500 + 200 + 10),
         ({"cpu_offload_gb": 1}, 0),
+        ({"cpu_offload_gb": 1e300}, 0),
     ],
 )
 def test_weights(args: dict[str, Any], weights: int) -> None:
@@ -61,6 +62,9 @@ def test_weights(args: dict[str, Any], weights: int) -> None:
         ({}, 4 * 2 * 8 * 2 * 2),
         ({"dtype": "float32"}, 4 * 2 * 8 * 2 * 4),
         ({"kv_cache_dtype": "fp8"}, 4 * 2 * 8 * 2),
+        ({"kv_cache_dtype": "int8_per_token_head"}, 4 * 2 * (8 + 4) * 2),
+        ({"kv_cache_dtype": "int4_per_token_head"}, 4 * 2 * (4 + 4) * 2),
+        ({"kv_cache_dtype": "turboquant_4bit_nc"}, 4 * 2 * 8 * 2 * 2),
         ({"tensor_parallel_size": 2}, 4 * 1 * 8 * 2 * 2),
         ({"tensor_parallel_size": 4}, 4 * 1 * 8 * 2 * 2),  # every device has a head of its own at least
         ({"pipeline_parallel_size": 2}, 2 * 2 * 8 * 2 * 2),
@@ -68,6 +72,11 @@ def test_weights(args: dict[str, Any], weights: int) -> None:
 )
 def test_kv_cache_of_a_token(args: dict[str, Any], token: int) -> None:
     assert of(**args).kv_token == token
+
+
+def test_a_kv_cache_in_nvfp4_has_a_scale_for_16_numbers() -> None:
+    facts = StageFacts(kv_layers=1, kv_heads=1, kv_head_dim=64)
+    assert of(facts, kv_cache_dtype="nvfp4").kv_token == 2 * (32 + 4)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,7 @@ def test_activations_and_buffers_follow_steps_and_sequences() -> None:
 
 
 ENCODER = EncoderMemory(image_tokens=100, most_images=7, token_bytes=50, split_token_bytes=20, output_elements=3)
-WITH_ENCODER = StageFacts(encoder=ENCODER)
+WITH_ENCODER = StageFacts(encoder=ENCODER, max_model_len=350)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,8 @@ WITH_ENCODER = StageFacts(encoder=ENCODER)
         ({"max_model_len": 5000, "limit_mm_per_prompt": {"video": {"count": 0}, "image": 3}}, 100),
         ({"max_model_len": 5000, "limit_mm_per_prompt": {"video": 0, "image": 0}}, 0),
         ({"max_model_len": 5000, "skip_mm_profiling": True}, 700),
+        ({"max_model_len": 5000, "language_model_only": True}, 0),
+        ({"max_model_len": -1}, 300),  # vLLM may choose the full length
     ],
 )
 def test_room_for_the_largest_video(args: dict[str, Any], tokens: int) -> None:

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.memory import NOMINAL_DEVICE, SHARED_DEVICE_MEMORY, Demand, divide, nominal_need
+from vllm_omni_ext.topology.memory import (
+    GIB,
+    NOMINAL_DEVICE,
+    SHARED_DEVICE_MEMORY,
+    Demand,
+    Need,
+    divide,
+    nominal_need,
+)
 from vllm_omni_ext.topology.placement import place
 
 THINKER = Demand(stage="thinker", need=nominal_need(0.6))
@@ -37,6 +45,23 @@ ONE_OF_EACH = (THINKER, TALKER, CODE2WAV)
 )
 def test_stages_are_spread_over_the_devices(demands: Sequence[Demand], device_count: int, devices: Any) -> None:
     assert tuple(place(demands, device_count).values()) == devices
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices"),
+    [
+        ((80, 80), (0, 1, 1)),
+        ((50, 80), (1, 0, 0)),
+        ((80, 50), (0, 1, 1)),
+        ((8, 80), (1, 1, 0)),
+        ((80, 8, 30), (0, 2, 1)),
+    ],
+)
+def test_devices_of_different_size_get_what_has_room_there(sizes: tuple[int, ...], devices: tuple[int, ...]) -> None:
+    needs = {"thinker": 60, "talker": 9, "code2wav": 5}
+    demands = [Demand(stage=name, need=Need(weights=size * GIB)) for name, size in needs.items()]
+    placed = place(demands, len(sizes), [size * GIB for size in sizes])
+    assert tuple(placed.values()) == tuple(((device,),) for device in devices)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVEventsConfig
 
 from vllm_omni_ext.config.connectors import DEFAULTS
 from vllm_omni_ext.config.schema import Cluster, OmniConfig, StageConfig, Timeouts
@@ -186,6 +187,27 @@ REFUSALS: list[tuple[dict[str, StageConfig], dict[str, Any], str]] = [
     ({"talker": StageConfig(engine={"model": "x"})}, {}, "stages.talker.engine.model: the model is given once, on the"),
     ({"talker": StageConfig(engine={"nnodes": 2})}, {}, "stages.talker.engine.nnodes: a replica runs on one host"),
     (
+        {"talker": StageConfig(engine={"prefill_context_parallel_size": 2})},
+        {},
+        "stages.talker.engine.prefill_context_parallel_size: write tensor_parallel_size instead",
+    ),
+    (
+        {"talker": StageConfig(engine={"aggregate_engine_logging": True})},
+        {},
+        "stages.talker.engine.aggregate_engine_logging: each replica has a line of its own in the log; remove it",
+    ),
+    ({"talker": StageConfig(replicas=1025)}, {}, "stages.talker.replicas: must be <= 1024, got 1025"),
+    (
+        {"thinker": StageConfig(replicas=2)},
+        {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
+        "stages.thinker.engine.kv_events_config: 2 replicas of this host would publish at tcp://*:5557, and only one",
+    ),
+    (
+        {"talker": StageConfig(engine={"kv_events_config": {"enable_kv_cache_events": True}})},
+        {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)},
+        "stages.talker.engine.kv_events_config: 2 replicas of this host would publish at tcp://*:5557, and only one",
+    ),
+    (
         {"talker": StageConfig(engine={"tensor_parallel_size": 0})},
         {},
         "stages.talker.engine.tensor_parallel_size: must be an integer >= 1, got 0",
@@ -205,6 +227,23 @@ def test_forbidden_engine_arguments_are_refused(
     with pytest.raises(ConfigError) as caught:
         plan_for(pipeline, four_gpus, stages, text_args)
     assert str(caught.value).startswith(message)
+
+
+def test_one_replica_at_each_address_may_publish_kv_cache_events(pipeline: PipelineSpec, four_gpus: Machine) -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5558"}
+    stages = {"talker": StageConfig(engine={"kv_events_config": events}), "code2wav": StageConfig(replicas=2)}
+    flags = {"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)}
+    assert plan_for(pipeline, four_gpus, stages, flags)
+    silent = {"thinker": StageConfig(replicas=2)}
+    for config in (KVEventsConfig(), KVEventsConfig(enable_kv_cache_events=True, publisher="null")):
+        assert plan_for(pipeline, four_gpus, silent, {"kv_events_config": config})
+
+
+def test_null_leaves_an_engine_argument_to_the_plan(pipeline: PipelineSpec, cpu: Machine) -> None:
+    null = {"max_num_seqs": None, "kv_cache_memory_bytes": None}
+    stages = {"talker": StageConfig(engine={"max_num_seqs": 3}, engine_overrides=null)}
+    args = plan_for(pipeline, cpu, stages).stage("talker").engine_args
+    assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (7, 128 << 20)
 
 
 def test_with_batches_every_stage_schedules_by_priority(pipeline: PipelineSpec, cpu: Machine) -> None:
@@ -373,8 +412,11 @@ def test_a_machine_is_read_from_text(text: str, devices: tuple[int, ...]) -> Non
     assert (found.cpu_count, found.memory_bytes) == (3, 5)
 
 
+WIDE = [f"cuda:{'9' * 400}GiB", f"cuda:80GiBx{'9' * 12}"]
+
+
 @pytest.mark.parametrize(
-    "text", ["", "cuda", "cuda:80", "cuda:80GB", "cuda:80GiBx0", "cuda:0GiB", "cuda:80GiB x2", "h100"]
+    "text", ["", "cuda", "cuda:80", "cuda:80GB", "cuda:80GiBx0", "cuda:0GiB", "cuda:80GiB x2", "h100", *WIDE]
 )
 def test_wrong_machines_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -20,7 +20,7 @@ from vllm.utils.import_utils import import_plugin
 from vllm_omni_ext.config.checks import AUTO
 from vllm_omni_ext.config.schema import SETTINGS
 from vllm_omni_ext.errors import ConfigError
-from vllm_omni_ext.topology.engine_args import DATA_PARALLEL
+from vllm_omni_ext.topology.engine_args import DATA_PARALLEL, NOT_SUPPORTED
 from vllm_omni_ext.vllm_hooks import VLLM_SUBCMD_PARSER_EPILOG
 
 GROUP = "OmniConfig"
@@ -198,6 +198,7 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
     "nnodes": (frozenset({1}), _HOST),
     "node_rank": (frozenset({0}), _HOST),
     **{name: (frozenset({harmless}), _REPLICAS) for name, harmless in DATA_PARALLEL.items()},
+    **{name: (frozenset({harmless}), advice) for name, (harmless, advice) in NOT_SUPPORTED.items()},
     "enable_fault_tolerance": (frozenset({False}), "a lost replica is handled by its pool; remove it"),
 }
 """vLLM's arguments that are refused with `--omni`: (values that have no effect and are accepted; error text)."""

@@ -60,9 +60,11 @@ def listening(config: OmniConfig, http_port: int | None = None) -> OmniConfig:
         http_port: port of the HTTP server; None: it listens on a UNIX socket.
 
     Raises:
-        ConfigError: the port leaves no two ports after it, or `port_range` or the HTTP server has a port that the head
-            itself uses.
+        ConfigError: there is no such port for the HTTP server, `master_port` leaves no two ports after it, or
+            `port_range` or the HTTP server has a port that the head itself uses.
     """
+    if http_port is not None and not 0 <= http_port <= LAST_PORT:
+        raise ConfigError(f"port: must be an integer from 0 to {LAST_PORT}, got {http_port}")
     cluster = config.cluster
     own = cluster.master_port
     if own is not None and http_port is not None and own <= http_port <= own + VIEWS_PORT:

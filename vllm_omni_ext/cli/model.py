@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.errors import StrictDataclassError
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
@@ -18,7 +19,7 @@ from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import ModelFacts
 from vllm_omni_ext.plugins.spec import ModelFamily, resolve
 from vllm_omni_ext.runtime.launch.hf_overrides import update
-from vllm_omni_ext.topology.machine import Machine
+from vllm_omni_ext.topology.machine import VARIABLES, Machine
 
 
 def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
@@ -44,12 +45,12 @@ def load_hf_config(model: str, text_args: Mapping[str, Any]) -> Any:
             # `get_config` would replace nested configs by dictionaries; vLLM's `ModelConfig` updates them.
             hf_overrides_kw={key: value for key, value in overrides.items() if not isinstance(value, dict)},
         )
-    except (OSError, ValueError) as err:
+        update(config, {key: value for key, value in overrides.items() if isinstance(value, dict)})
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as err:  # the last three: wrong types
         reason = " ".join(str(err).split())
         if HF_HUB_OFFLINE and not Path(model).exists():
             reason = "HF_HUB_OFFLINE is set, and the model is not in the local cache; download it first, or unset it"
         raise ConfigError(f"model: the config of '{model}' cannot be read: {reason}") from err
-    update(config, {key: value for key, value in overrides.items() if isinstance(value, dict)})
     return config
 
 
@@ -93,12 +94,13 @@ def detect_machine() -> Machine:
 
 
 def detect_host() -> Machine:
-    """Return the cores and the memory of this machine, without its devices."""
+    """Return the cores, the memory and the variables of this machine, without its devices."""
     return Machine(
         platform="cpu",
         device_count=0,
         cpu_count=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
+        variables={name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
     )
 
 

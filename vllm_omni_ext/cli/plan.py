@@ -25,17 +25,15 @@ def main(argv: Sequence[str]) -> int:
     own, words = _parser().parse_known_args(argv)
     try:
         plan, args = prepare(words, machine=own.machine)
+        headless = headless_of(args, plan)
+        text = json.dumps(as_json(plan, headless), indent=2) + "\n" if own.json else explain(plan, headless)
     except DoesNotFit as err:
         shown = {"fits": False, "memory": memory_data(err.sheets)} if own.json else None
         print(json.dumps(shown, indent=2) if shown else "\n".join(["memory", *memory_lines(err.sheets)]))
         return report(err)
     except ConfigError as err:
         return report(err)
-    headless = headless_of(args, plan)
-    if own.json:
-        print(json.dumps(as_json(plan, headless), indent=2))
-    else:
-        print(explain(plan, headless), end="")
+    print(text, end="")
     return 0
 
 

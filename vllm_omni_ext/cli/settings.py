@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -36,9 +37,9 @@ from vllm_omni_ext.plugins.spec import (
     param_names,
     resolve,
 )
+from vllm_omni_ext.runtime.launch.engine_args import engine_value
 from vllm_omni_ext.topology.disaggregation import expand
-from vllm_omni_ext.topology.engine_args import user_engine_args
-from vllm_omni_ext.topology.machine import Machine, check_variables, parse_machine
+from vllm_omni_ext.topology.machine import Machine, parse_machine
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.topology.planner import make_plan, resolved_params
 
@@ -67,10 +68,9 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
     family = _family(args.model, hf_config)
     ignored = {"api_servers"} if args.headless else set()
     settings = {key: getattr(args, name) for name, key in KEYS.items() if name in given - ignored}
-    pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings)
+    pipeline, config = _read(family, args.stage_config, args.stage_overrides, settings, text_args)
     _check_params_of_chats(pipeline, config)
     check_flags(args, given, frontend=pipeline.frontend)
-    check_chat(args)
     _check_realtime(config.limits, {*settings}, family)
     pipeline, config = expand(pipeline, config)
     config = for_this_process(args, pipeline, config)
@@ -81,7 +81,39 @@ def from_cli(args: argparse.Namespace, *, machine: str | None = None) -> tuple[P
         config = listening(config, None if args.uds else args.port)
         check_reachable(pipeline, config)
     where = detect_machine() if machine is None else parse_machine(machine, detect_host())
-    return _plan(args.model, family, pipeline, hf_config, config, text_args, where), args
+    plan = _plan(args.model, family, pipeline, hf_config, config, text_args, where)
+    args = with_frontend(args, plan)
+    check_chat(args)
+    return plan, args
+
+
+OF_THE_FRONTEND = (
+    "disable_log_stats",
+    "enable_log_requests",
+    "reasoning_parser",
+    "reasoning_parser_plugin",
+    "served_model_name",
+    "structured_outputs_config",
+)
+"""`EngineArgs` fields that vLLM's HTTP server reads from the command line instead of the engine's config."""
+
+
+def with_frontend(args: argparse.Namespace, plan: Plan) -> argparse.Namespace:
+    """Return the arguments of the HTTP server with the values that the frontend's engines have of `OF_THE_FRONTEND`.
+
+    In stock vLLM, the server's `structured_outputs_config` is the object into which the engine's config writes
+    `--reasoning-parser`.
+    """
+    engine, name = plan.frontend().engine_args, "structured_outputs_config"
+    args = argparse.Namespace(**{**vars(args), **{key: engine[key] for key in OF_THE_FRONTEND if key in engine}})
+    config = copy.copy(engine_value(plan.frontend_stage, name, args.structured_outputs_config))
+    for key in ("reasoning_parser", "reasoning_parser_plugin"):
+        setattr(config, key, getattr(args, key) or getattr(config, key))
+        setattr(args, key, getattr(config, key))
+    args.structured_outputs_config = config
+    if isinstance(args.served_model_name, str):
+        args.served_model_name = [args.served_model_name]
+    return args
 
 
 SERVERS_OWN = {
@@ -133,7 +165,7 @@ def from_kwargs(
     hf_config = load_hf_config(model, text_args)
     settings = {"async_chunk": async_chunk} | {k: v for k, v in engine_kwargs.items() if k in SETTINGS}
     family = _family(model, hf_config)
-    pipeline, config = expand(*_offline(*_read(family, stage_config, stage_overrides, settings)))
+    pipeline, config = expand(*_offline(*_read(family, stage_config, stage_overrides, settings, text_args)))
     _check_realtime(config.limits, {*settings}, None)
     for name in sorted(SERVERS_OWN & engine_kwargs.keys()):
         raise ConfigError(f"{name}: LLM(omni=True) has no HTTP routes; leave it out, got {engine_kwargs[name]!r}")
@@ -178,7 +210,11 @@ def _family(model: str, hf_config: Any) -> ModelFamily:
 
 
 def _read(
-    family: ModelFamily, source: str | None, overrides: Any, settings: Mapping[str, Any]
+    family: ModelFamily,
+    source: str | None,
+    overrides: Any,
+    settings: Mapping[str, Any],
+    text_args: Mapping[str, Any],
 ) -> tuple[PipelineSpec, OmniConfig]:
     """Return the selected pipeline and its configuration.
 
@@ -188,6 +224,7 @@ def _read(
         source: value of `--stage-config`; None: the stage config with the pipeline's name, if there is one.
         overrides: value of `--stage-overrides`.
         settings: values of keys in `SETTINGS`.
+        text_args: `EngineArgs` fields of the frontend that the user has set as flags or keywords.
     """
     chosen = settings.get("pipeline") or (pipeline_of(source, family.stage_configs) if source else "")
     pipeline = family.pipeline(chosen)
@@ -200,6 +237,7 @@ def _read(
         params={stage.name: param_names(stage.params) for stage in pipeline.stages},
     )
     config = load_config(source, names, family.stage_configs) if source else OmniConfig()
+    config = _with_generation(pipeline, config, text_args.get("override_generation_config") or {})
     config = with_overrides(config, overrides or {}, names)
     _check_params(pipeline, config)
     config = with_settings(config, settings)
@@ -207,12 +245,31 @@ def _read(
         modality_names(config.default_modalities, pipeline.modalities, f"'{pipeline.name}'")
     for key in ("log_dir", "batch_dir"):
         if (given := getattr(config, key)) is not None:
-            folder = Path(given).expanduser()
+            folder = Path(os.path.expanduser(given))
+            if folder.parts[0].startswith("~"):
+                raise ConfigError(f"{key}: there is no home folder for '{given}'; name another folder")
             _check_folder(key, folder.absolute())
             changed: dict[str, Any] = {key: str(folder)}
             config = replace(config, **changed)
     _check_environment(config)
     return pipeline, config
+
+
+def _with_generation(pipeline: PipelineSpec, config: OmniConfig, generation: Mapping[str, Any]) -> OmniConfig:
+    """Return a config in which values of `--override-generation-config` replace the frontend's `params` of that name.
+
+    A server and `LLM` apply `params` after the generation config, so those of the stage config would override the flag.
+    """
+    frontend = pipeline.stage(pipeline.frontend)
+    if frontend.params != SAMPLING_PARAMS:
+        return config
+    params = resolved_params(pipeline, config)[frontend.name]
+    given = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in generation.items()}
+    changed = {name: value for name, value in given.items() if name in params and value is not None}
+    if not changed:
+        return config
+    stage = config.stage(frontend.name)
+    return replace(config, stages={**config.stages, frontend.name: replace(stage, params={**stage.params, **changed})})
 
 
 def _check_environment(config: OmniConfig) -> None:
@@ -307,11 +364,6 @@ def _plan(
     text_args: Mapping[str, Any],
     machine: Machine,
 ) -> Plan:
-    if machine.platform == "cpu":
-        for spec in pipeline.stages:
-            stage = config.stage(spec.name)
-            user = user_engine_args(spec, stage, text_args, pipeline.takes_stock_flags(spec))
-            check_variables(stage_path(spec.name), stage, user, os.environ)
     return make_plan(
         model=model,
         family=family.name,

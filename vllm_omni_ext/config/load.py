@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import os
+from collections.abc import Hashable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,31 @@ from vllm_omni_ext.errors import ConfigError
 _SUFFIXES = (".yaml", ".yml")
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML loader that raises ConfigError for a duplicate key; PyYAML's own loader uses the last value."""
+_TAG = "tag:yaml.org,2002:"
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML loader that raises ConfigError for a duplicate key; PyYAML's own loader uses the last value.
+
+    Numbers below `env` of a stage are read as text, because their spelling counts: 0022, 1:30, 1.10.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        root: yaml.Node | None = super().get_single_node()
+        for stage in _below(_below([root], "stages")):
+            sides = _below(_below([stage], "prefill_decode"))
+            for variable in _below(_below([stage, *sides], "env")):
+                if variable.tag in (f"{_TAG}int", f"{_TAG}float"):
+                    variable.tag = f"{_TAG}str"
+        return root
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Check the keys of a mapping, before PyYAML adds those of merge keys (`<<`)."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, Hashable):
@@ -29,7 +49,13 @@ class _StrictLoader(yaml.SafeLoader):
             if key in seen:
                 raise ConfigError(f"line {line}: key '{key}' is written twice; keep one of the two")
             seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+        return node
+
+
+def _below(nodes: Sequence[yaml.Node | None], name: str | None = None) -> list[yaml.Node]:
+    """Return the values with the key `name` (None: with any key) in those nodes that are mappings."""
+    mappings = [node for node in nodes if isinstance(node, yaml.MappingNode)]
+    return [value for node in mappings for key, value in node.value if name is None or key.value == name]
 
 
 def stage_config_names(package: str) -> tuple[str, ...]:
@@ -82,18 +108,18 @@ def _content(source: str | Path, package: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     except ConfigError as err:
         raise ConfigError(f"{source}: {err}") from err
-    except (yaml.YAMLError, ValueError) as err:  # ValueError: e.g. a date without such a day
+    except (yaml.YAMLError, ValueError, RecursionError) as err:  # ValueError: e.g. a date without such a day
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(err).split())}") from err
 
 
 def _read(source: str | Path, package: str) -> str:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     try:
         if path.suffix in _SUFFIXES or path.is_file():
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{source}: no such stage config file") from None
-    except (OSError, UnicodeDecodeError) as err:
+    except (OSError, ValueError) as err:  # ValueError: not UTF-8, or a path with NUL
         raise ConfigError(f"{source}: cannot be read: {err}") from err
     known = stage_config_names(package)
     if str(source) not in known:

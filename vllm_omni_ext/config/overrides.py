@@ -24,7 +24,7 @@ def parse_overrides(text: str) -> Any:
     """Return the data in the JSON of `--stage-overrides`, e.g. `{"talker": {"replicas": 2, "max_num_seqs": 4}}`."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as err:
+    except (ValueError, RecursionError) as err:  # also a number with too many digits, and too deep nesting
         raise ConfigError(f"{STAGE_OVERRIDES}: is not valid JSON: {err}") from err
 
 

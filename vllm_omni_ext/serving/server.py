@@ -14,8 +14,10 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import psutil
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.network_utils import ZmqListener
@@ -91,7 +93,7 @@ def serve(plan: Plan, args: Namespace) -> int:
             folder = PrivateFolder()
             removed.callback(folder.remove)
             metrics = os.environ.get(DIRECTORY) or os.path.join(folder.path, "metrics")
-            os.makedirs(metrics, exist_ok=True)
+            prepare_metrics(metrics)
             share(metrics)  # `/metrics` of each API server has the metrics of all API servers, also of ended ones
             for line in unshared_caches(plan):
                 print_status(line)
@@ -100,6 +102,24 @@ def serve(plan: Plan, args: Namespace) -> int:
     except OmniError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else FAILED
+
+
+def prepare_metrics(directory: str) -> None:
+    """Create the directory of the shared metrics, and remove the files of processes that have ended.
+
+    `/metrics` would add the values of an earlier deployment to those of this one.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    try:
+        os.makedirs(directory, exist_ok=True)
+        for file in Path(directory).glob("*.db"):
+            pid = file.stem.rpartition("_")[2]
+            if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{DIRECTORY}: '{directory}' cannot be used: {error.strerror}") from error
 
 
 class Head:

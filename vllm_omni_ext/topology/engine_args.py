@@ -57,6 +57,9 @@ function; overrides of the user are then applied before it (`WithOverrides`)."""
 COMPILATION = "compilation_config"
 """Name of the engine argument with vLLM's compilation settings."""
 
+KV_EVENTS, EVENTS_ENDPOINT = "kv_events_config", "tcp://*:5557"
+"""Name of the engine argument with vLLM's settings of KV cache events, and vLLM's default of their address."""
+
 BY_PRIORITY = "priority"
 """vLLM's scheduling policy that orders requests by their priority, the lowest first."""
 
@@ -80,12 +83,19 @@ DATA_PARALLEL: Mapping[str, object] = {
 }
 """`EngineArgs` fields of vLLM's data parallelism, each with the only accepted value. A stage has replicas instead."""
 
+NOT_SUPPORTED: Mapping[str, tuple[object, str]] = {
+    "aggregate_engine_logging": (False, "each replica has a line of its own in the log; remove it"),
+    "prefill_context_parallel_size": (1, "write tensor_parallel_size instead"),
+}
+"""Further `EngineArgs` fields that have no effect here: (the only accepted value, advice for the error text)."""
+
 _RESERVED: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "model": ("the model is given once, on the command line; remove it", (None,)),
     "runner": ("the stages choose their own runner; remove it", ("auto", "generate")),
     "convert": ("the stages choose their own; remove it", ("auto", "none")),
     "device_ids": ("write {path}.devices instead", (None,)),
     **{name: (_REPLICAS, (harmless,)) for name, harmless in DATA_PARALLEL.items()},
+    **{name: (advice, (harmless,)) for name, (harmless, advice) in NOT_SUPPORTED.items()},
     "enable_fault_tolerance": ("a lost replica is handled by the pool; remove it", (False,)),
     "nnodes": (_ONE_HOST, (1,)),
     "node_rank": (_ONE_HOST, (0,)),
@@ -103,7 +113,8 @@ def user_engine_args(
 ) -> dict[str, Any]:
     """Return the engine arguments of a stage that the user has set.
 
-    Stock `vllm serve` flags override those in the stage config file, and `--stage-overrides` override both.
+    Stock `vllm serve` flags override those in the stage config file, and `--stage-overrides` override both. Arguments
+    that are null then are left out, so that the plan's defaults apply.
 
     Args:
         stage: the stage's settings.
@@ -131,7 +142,8 @@ def user_engine_args(
             f"{path}.kv_cache_memory_bytes: {stage_path(spec.name)}.kv_cache_bytes says the same; keep one of the two"
         )
     cache = {} if stage.kv_cache_bytes is None else {"kv_cache_memory_bytes": stage.kv_cache_bytes}
-    return {**stage.engine, **cache, **flags, **stage.engine_overrides}
+    merged = {**stage.engine, **cache, **flags, **stage.engine_overrides}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,27 @@ def check_policy(spec: StageSpec, args: Mapping[str, Any]) -> None:
     if args["scheduling_policy"] != BY_PRIORITY:
         path = f"{stage_path(spec.name)}.engine.scheduling_policy"
         raise ConfigError(f"{path}: must be {BY_PRIORITY} with batch_dir, got {args['scheduling_policy']!r}; remove it")
+
+
+def check_events(config: OmniConfig, args: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError if several replicas of this host would listen at one address for clients of KV cache events.
+
+    Args:
+        args: engine arguments by stage.
+    """
+    replicas: dict[str, int] = {}
+    for name, each in args.items():
+        given = each.get(KV_EVENTS) or {}
+        events = given if isinstance(given, Mapping) else vars(given)  # a config object of vLLM, from its command line
+        if not events.get("enable_kv_cache_events") or events.get("publisher") == "null":
+            continue
+        endpoint = events.get("endpoint") or EVENTS_ENDPOINT
+        replicas[endpoint] = replicas.get(endpoint, 0) + config.stage(name).replicas
+        if replicas[endpoint] > 1:
+            raise ConfigError(
+                f"{stage_path(name)}.engine.{KV_EVENTS}: {replicas[endpoint]} replicas of this host would publish at "
+                f"{endpoint}, and only one can; start one, or give each stage another endpoint"
+            )
 
 
 def parallel_size(path: str, field: str, args: Mapping[str, Any]) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vllm_omni_ext.config.disaggregation import stage_path
@@ -12,9 +12,9 @@ from vllm_omni_ext.config.schema import OmniConfig, ReplicasConfig
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.plugins.memory import StageFacts
 from vllm_omni_ext.plugins.spec import StageSpec
-from vllm_omni_ext.topology.memory import DTYPE_BYTES, gib
+from vllm_omni_ext.topology.memory import GIB, gib, need
 
-_WORDS = re.compile(r"cuda:(\d+(?:\.\d+)?)(GiB|MiB)(?:x(\d+))?")
+_WORDS = re.compile(r"cuda:(\d{1,9}(?:\.\d+)?)(GiB|MiB)(?:x(\d{1,4}))?")
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20}
 
 MAX_NUM_SEQS = 16
@@ -36,6 +36,8 @@ THREADS = "OMP_NUM_THREADS"
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable that replaces vLLM's `kv_cache_memory_bytes` on a CPU machine, in GiB."""
 
+VARIABLES = (THREADS, CACHE_SPACE)
+
 CACHE_PART_OF_MEMORY = 0.5
 """Fraction of the host's memory that all KV caches together may take by default."""
 
@@ -49,6 +51,7 @@ class Machine:
         cpu_count: number of cores that this process may use.
         memory_bytes: memory of the host, not of its devices.
         device_bytes: memory of each CUDA device as NVML reports it; empty if not known.
+        variables: environment variables of this process in `VARIABLES`, without empty ones; replicas inherit them.
     """
 
     platform: Literal["cpu", "cuda"]
@@ -56,6 +59,7 @@ class Machine:
     cpu_count: int
     memory_bytes: int
     device_bytes: tuple[int, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def parse_machine(text: str, here: Machine) -> Machine:
@@ -78,15 +82,18 @@ def parse_machine(text: str, here: Machine) -> Machine:
     return replace(here, platform="cuda", device_count=count, device_bytes=(size,) * count)
 
 
-def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas: int) -> dict[str, Any]:
+def cpu_defaults(
+    spec: StageSpec, facts: StageFacts, machine: Machine, processes: int, parallel: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the default `EngineArgs` fields of a replica on a CPU machine.
 
-    If the model's sizes are known, the KV cache has room for one sequence of full length, but at most the replica's
+    If the model's sizes are known, the KV cache has room for one sequence of full length, but at most the process's
     share of half of the memory. If that is too little, `max_model_len` is lowered to the length that fits.
 
     Args:
         facts: sizes of the stage in the checkpoint.
-        replicas: number of replicas of all stages on this machine.
+        processes: number of processes that compute on this machine: one for each rank of each replica of all stages.
+        parallel: the fields `tensor_parallel_size` and `pipeline_parallel_size` of the stage, if set.
     """
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -94,9 +101,9 @@ def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas:
         "max_num_seqs": MAX_NUM_SEQS,
         "kv_cache_memory_bytes": max(spec.cpu_kv_bytes, SMALLEST_CACHE_BYTES),
     }
-    token_bytes = 2 * facts.kv_layers * facts.kv_heads * facts.kv_head_dim * DTYPE_BYTES["float32"]
+    token_bytes = need(facts, {**parallel, "dtype": defaults["dtype"]}).kv_token
     if spec.cpu_kv_bytes and facts.max_model_len and token_bytes:
-        limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // replicas)
+        limit = max(spec.cpu_kv_bytes, int(machine.memory_bytes * CACHE_PART_OF_MEMORY) // processes)
         needed = (facts.max_model_len + SPARE_TOKENS) * token_bytes
         defaults["kv_cache_memory_bytes"] = min(max(SMALL_CACHE_BYTES, needed), limit)
         if needed > limit:
@@ -104,17 +111,35 @@ def cpu_defaults(spec: StageSpec, facts: StageFacts, machine: Machine, replicas:
     return defaults
 
 
-def cpu_environment(stage: ReplicasConfig, machine: Machine, replicas: int) -> dict[str, str]:
-    """Return environment variables of a replica on a CPU machine.
+def cpu_environment(path: str, stage: ReplicasConfig, machine: Machine, processes: int) -> dict[str, str]:
+    """Return environment variables of a replica on a CPU machine, with those that the user has set for the stage.
 
-    They make vLLM run the worker in the engine's process, with threads for the replica's share of the cores, which are
+    They make vLLM run the worker in the engine's process, with threads for the process's share of the cores, which are
     not pinned to cores.
 
     Args:
-        replicas: number of replicas of all stages on this machine.
+        path: path of the stage in the configuration.
+        processes: see `cpu_defaults`.
+
+    Raises:
+        ConfigError: the user has set a `THREADS` without a number.
     """
-    threads = stage.cpu_threads or max(1, machine.cpu_count // replicas)
-    return {THREADS: str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    threads = stage.cpu_threads or machine.variables.get(THREADS) or max(1, machine.cpu_count // processes)
+    env = {THREADS: str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env |= stage.env
+    if not number_of_threads(env):
+        where = f"{path}.env." if THREADS in stage.env else ""
+        raise ConfigError(f"{where}{THREADS}: must be an integer >= 1, got {env[THREADS]!r}")
+    return env
+
+
+def number_of_threads(env: Mapping[str, str]) -> int:
+    """Return the number of threads in environment variables; 1 without `THREADS`, 0 if its value is no number.
+
+    The value may be a list of numbers for nested levels of parallelism. The first one counts.
+    """
+    first = env.get(THREADS, "1").partition(",")[0].strip()
+    return int(first) if re.fullmatch(r"[0-9]{1,6}", first) else 0
 
 
 def chosen_environment(stage: ReplicasConfig) -> dict[str, str]:
@@ -122,13 +147,13 @@ def chosen_environment(stage: ReplicasConfig) -> dict[str, str]:
     return {} if stage.cpu_threads is None else {THREADS: str(stage.cpu_threads)}
 
 
-def check_variables(path: str, stage: ReplicasConfig, user: Mapping[str, Any], inherited: Mapping[str, str]) -> None:
+def _check_variables(path: str, stage: ReplicasConfig, user: Mapping[str, Any], inherited: Mapping[str, str]) -> None:
     """Refuse environment variables of a stage's replicas that replace a key of the stage on a CPU machine.
 
     Args:
         path: path of the stage in the configuration.
         user: the engine arguments that the user has set.
-        inherited: the environment of this process. `THREADS` is not refused there: the key overrides it.
+        inherited: `Machine.variables`. `THREADS` is not refused there: the key overrides it.
 
     Raises:
         ConfigError: a variable and a key are set; the error names both.
@@ -141,16 +166,24 @@ def check_variables(path: str, stage: ReplicasConfig, user: Mapping[str, Any], i
             raise ConfigError(f"{where}{CACHE_SPACE}: {path}.{key} says the same; keep one of the two")
 
 
-def check_cpu(config: OmniConfig, user: Mapping[str, Mapping[str, Any]], machine: Machine) -> None:
+def check_cpu(
+    stages: Sequence[StageSpec],
+    config: OmniConfig,
+    user: Mapping[str, Mapping[str, Any]],
+    machine: Machine,
+    processes: Mapping[str, int],
+) -> None:
     """Check the settings that a CPU machine does not support, and the sum of the KV caches.
 
     Args:
         user: the engine arguments that the user has set, by stage.
+        processes: number of processes that compute on this machine, by stage.
 
     Raises:
-        ConfigError: devices, sleep mode, or KV caches that are larger than the memory.
+        ConfigError: devices, sleep mode, variables that replace keys, or KV caches that are larger than the memory.
     """
-    for name in user:
+    for name, args in user.items():
+        _check_variables(stage_path(name), config.stage(name), args, machine.variables)
         if config.stage(name).replicas and config.stage(name).devices is not None:
             raise ConfigError(f"{stage_path(name)}.devices: this machine has no CUDA device; remove it")
     for name, args in user.items():
@@ -158,11 +191,20 @@ def check_cpu(config: OmniConfig, user: Mapping[str, Mapping[str, Any]], machine
             raise ConfigError(
                 f"enable_sleep_mode: stage '{name}' is on a CPU, where vLLM has no sleep mode; leave it out"
             )
-    sizes = {name: args.get("kv_cache_memory_bytes") for name, args in user.items() if config.stage(name).replicas}
-    asked = sum(size * config.stage(name).replicas for name, size in sizes.items() if isinstance(size, int))
-    if asked > machine.memory_bytes:
-        named = ", ".join(name for name, size in sizes.items() if size is not None)
+    sizes: dict[str, tuple[str, int]] = {}
+    for spec in stages:
+        name, of_user = spec.name, user[spec.name].get("kv_cache_memory_bytes")
+        space = config.stage(name).env.get(CACHE_SPACE) or machine.variables.get(CACHE_SPACE)
+        if space and not re.fullmatch(r"[0-9]{1,9}", space):
+            raise ConfigError(f"{CACHE_SPACE}: must be a number of GiB, an integer, got {space!r}")
+        if space and spec.cpu_kv_bytes:
+            sizes[name] = CACHE_SPACE, int(space) * GIB * processes[name]
+        elif isinstance(of_user, int):
+            sizes[name] = "kv_cache_memory_bytes", of_user * processes[name]
+    asked = {name: found for name, found in sizes.items() if found[1]}
+    if (total := sum(size for _, size in asked.values())) > machine.memory_bytes:
+        setting = next(iter(asked.values()))[0]
         raise ConfigError(
-            f"kv_cache_memory_bytes: {gib(asked)} GiB of KV cache for {named}, and this machine has "
+            f"{setting}: {gib(total)} GiB of KV cache for {', '.join(asked)}, and this machine has "
             f"{gib(machine.memory_bytes)} GiB of memory; give less, or leave it out"
         )

@@ -135,12 +135,13 @@ def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -
     width = DTYPE_BYTES.get(str(args.get("dtype", "auto")).removeprefix("torch."), 2)
     sequences, tokens = int(args.get("max_num_seqs") or 0), int(args.get("max_num_batched_tokens") or 0)
     given = args.get("max_model_len") or facts.max_model_len
-    length: int = given if isinstance(given, int) and given > 0 else 1  # -1: vLLM chooses a length that fits
+    chosen = isinstance(given, int) and given > 0  # -1: vLLM chooses a length that fits
+    length = int(given) if chosen else 1
     heads = max(1, facts.kv_heads // tensor) if facts.kv_layers else 0
     step = tokens * (facts.step_elements + facts.split_step_elements // tensor) + facts.pass_elements
     peak, rows = step * width + sequences * facts.vocabulary * LOGIT_BYTES, 0
     if facts.encoder is not None:
-        encoded = _encoded_tokens(facts.encoder, args, length)
+        encoded = _encoded_tokens(facts.encoder, args, length if chosen else facts.max_model_len)
         computed = encoded if media is None else min(encoded, media)
         encoder = computed * (facts.encoder.token_bytes + facts.encoder.split_token_bytes // tensor)
         peak, rows = max(peak, encoder), encoded * facts.encoder.output_elements * width  # held during decoder steps
@@ -152,7 +153,7 @@ def need(facts: StageFacts, args: Mapping[str, Any], media: int | None = None) -
         buffers=sequences * (facts.sequence_elements * width + facts.vocabulary * COUNT_BITS // 8),
         context=CONTEXT_BYTES + (COMMUNICATION_BYTES if tensor * pipeline > 1 else 0),
         encodes=rows > 0,
-        kv_token=math.ceil(facts.kv_layers / pipeline) * heads * facts.kv_head_dim * 2 * _kv_width(args, width),
+        kv_token=math.ceil(facts.kv_layers / pipeline) * heads * 2 * _kv_bytes(args, facts.kv_head_dim, width),
         sequence_tokens=length,
         block_tokens=args.get("block_size") or DEFAULT_BLOCK_TOKENS,
     )
@@ -173,14 +174,14 @@ def _weights(facts: StageFacts, args: Mapping[str, Any], width: int, ranks: int)
     for part in facts.weights:
         size = part.elements * (quantized if part.quantizable else width) + part.stored_bytes
         total += size / (ranks if part.split else 1)
-    return max(0, math.ceil(total - float(args.get("cpu_offload_gb") or 0) * GIB))
+    return math.ceil(max(0.0, total - float(args.get("cpu_offload_gb") or 0) * GIB))
 
 
 def _encoded_tokens(encoder: EncoderMemory, args: Mapping[str, Any], length: int) -> int:
     """Return the number of tokens of the image or video with which vLLM profiles the encoder."""
     limits = args.get("limit_mm_per_prompt") or {}
     allowed = {kind: _count(limits.get(kind, 1)) > 0 for kind in ("image", "video")}
-    if not any(allowed.values()):
+    if args.get("language_model_only") or not any(allowed.values()):
         return 0
     images = min(encoder.most_images, length // encoder.image_tokens) if allowed["video"] else 1
     return max(1, images) * encoder.image_tokens
@@ -199,11 +200,20 @@ def _graphs(layers: int, sequences: int) -> int:
     return layers * len([size for size in sizes if size <= largest]) * GRAPH_LAYER_BYTES
 
 
-def _kv_width(args: Mapping[str, Any], width: int) -> int:
+def _kv_bytes(args: Mapping[str, Any], head_dim: int, width: int) -> int:
+    """Return the bytes of one head's key in the KV cache, which are also those of its value.
+
+    TurboQuant and UltraQuant count as 16 bits, because vLLM stores the first and the last layers unquantized.
+    """
     dtype = str(args.get("kv_cache_dtype", "auto"))
     if dtype == "auto":
-        return width
-    return 1 if dtype.startswith(("fp8", "int8")) else 2
+        return head_dim * width
+    if dtype in ("nvfp4", "nvfp4_4over6"):
+        return head_dim // 2 + head_dim // 16  # a scale of one byte for 16 numbers
+    scale = 4 if dtype.endswith("per_token_head") else 0
+    if dtype.startswith("int4"):
+        return head_dim // 2 + scale
+    return head_dim * (1 if dtype.startswith(("fp8", "int8")) else 2) + scale
 
 
 @dataclass(frozen=True, kw_only=True)

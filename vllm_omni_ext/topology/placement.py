@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from vllm_omni_ext.config.disaggregation import stage_path
 from vllm_omni_ext.errors import ConfigError
 from vllm_omni_ext.ids import ReplicaId
-from vllm_omni_ext.topology.memory import Demand
+from vllm_omni_ext.topology.memory import Demand, Sheet
 from vllm_omni_ext.topology.plan import Plan, ReplicaPlan
 
 Devices = tuple[int, ...]
@@ -21,22 +21,27 @@ WHOLE_DEVICE = 1.0
 """Fraction of a device that `start_order` assumes for a replica whose plan has no `gpu_memory_utilization`."""
 
 
-def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devices, ...]]:
+def place(
+    demands: Sequence[Demand], device_count: int, device_bytes: Sequence[int] = ()
+) -> dict[str, tuple[Devices, ...]]:
     """Return the devices of every replica, by stage.
 
     Devices that the user has configured are used as written. If only the first replica's devices are configured, each
     further replica gets the next ones: '0,1' makes 0,1 and 2,3. Replicas without configured devices follow in stage
-    order. Each gets the devices with the least memory assigned so far. With enough devices, every replica has its own.
+    order. Each gets the devices with the least memory assigned so far, of those with room for it. With enough devices,
+    every replica has its own.
 
     Args:
         demands: memory and number of devices that each stage needs.
         device_count: number of devices of this machine.
+        device_bytes: memory of each device as NVML reports it; empty: not known.
 
     Raises:
         ConfigError: the number of configured devices is wrong, or a device does not exist.
     """
     placed: dict[str, tuple[Devices, ...]] = {}
     load = [0] * device_count
+    room = [Sheet(device=device, device_bytes=size, shares=()).usable for device, size in enumerate(device_bytes)]
     for demand in demands:
         if not demand.replicas:
             placed[demand.stage] = ()
@@ -46,7 +51,7 @@ def place(demands: Sequence[Demand], device_count: int) -> dict[str, tuple[Devic
                 load[device] += demand.size
     for demand in demands:
         if demand.stage not in placed:
-            placed[demand.stage] = tuple(_least_loaded(demand, load) for _ in range(demand.replicas))
+            placed[demand.stage] = tuple(_least_loaded(demand, load, room) for _ in range(demand.replicas))
     return {demand.stage: placed[demand.stage] for demand in demands}
 
 
@@ -81,13 +86,24 @@ def _written(demand: Demand, text: str, device_count: int) -> tuple[Devices, ...
     return replicas
 
 
-def _least_loaded(demand: Demand, load: list[int]) -> Devices:
+def _least_loaded(demand: Demand, load: list[int], room: Sequence[int]) -> Devices:
+    """Return the devices of one replica, and add its memory to `load`.
+
+    Args:
+        load: bytes assigned so far, by device.
+        room: bytes that can be assigned, by device; empty: not known.
+    """
+
+    def order(device: int) -> tuple[bool, int, int]:
+        size = room[device] if room else 0
+        return bool(room) and load[device] + demand.size + demand.need.context > size, load[device], -size
+
     if demand.per_replica > len(load):
         raise ConfigError(
             f"{stage_path(demand.stage)}: a replica needs {demand.per_replica} devices "
             f"({_parallel(demand)}), but this machine has {len(load)}"
         )
-    chosen = sorted(sorted(range(len(load)), key=lambda device: load[device])[: demand.per_replica])
+    chosen = sorted(sorted(range(len(load)), key=order)[: demand.per_replica])
     for device in chosen:
         load[device] += demand.size
     return tuple(chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_omni_ext.topology.engine_args import (
     BY_PRIORITY,
     HF_OVERRIDES,
     WithOverrides,
+    check_events,
     check_policy,
     connections,
     connector_config,
@@ -34,6 +36,11 @@ from vllm_omni_ext.topology.remedies import MEDIA_FLAG, advice
 STAGE_WORKER = "vllm_omni_ext.engine.worker.StageWorker"
 """`worker_cls` of a stage for which neither the plugin nor the user sets one. It is vLLM's worker, but a seeded request
 that is moved from a lost replica continues with the same random numbers."""
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+
+MOST_REPLICAS = 1024
+"""Largest number of replicas of a stage that a host starts."""
 
 CORES_PER_API_SERVER, MOST_API_SERVERS = 2, 8
 """`api_servers: auto` makes one API server for every 2 cores, because engines need cores too, and at most 8."""
@@ -98,7 +105,7 @@ class _Planner:
         user: engine arguments that the user has set, by stage.
         args: all engine arguments, by stage.
         hf_overrides: the user's overrides of the checkpoint's config, for all stages.
-        replicas: number of replicas of all stages on this host, at least 1.
+        processes: number of processes on this host that compute, by stage: one for each rank of each replica.
     """
 
     def __init__(
@@ -118,13 +125,14 @@ class _Planner:
         }
         self.hf_overrides = text_args.get(HF_OVERRIDES)
         self.connectors = connections(pipeline, config)
-        self.replicas = max(1, sum(config.stage(spec.name).replicas for spec in pipeline.stages))
+        self.processes = {name: config.stage(name).replicas * _ranks(name, args) for name, args in self.user.items()}
         self.args = {spec.name: self._engine_args(spec) for spec in pipeline.stages}
 
     def plan(self, model: str, family: str) -> Plan:
         devices, sheets = self._devices()
         stages = tuple(self._stage(spec, devices[spec.name]) for spec in self.pipeline.stages)
         check_pairs(self.pipeline.edges, self.args, self.config)
+        check_events(self.config, self.args)
         automatic = max(1, min(self.machine.cpu_count // CORES_PER_API_SERVER, MOST_API_SERVERS))
         chunks = {**self.pipeline.chunks(), ADAPTIVE: True, **self.config.chunks}
         if not self.config.async_chunk:
@@ -149,8 +157,9 @@ class _Planner:
         user, facts, is_frontend = self.user[spec.name], self.facts[spec.name], self.pipeline.takes_stock_flags(spec)
         defaults = dict(spec.cuda_defaults)
         if self.machine.platform == "cpu":
-            defaults = cpu_defaults(spec, facts, self.machine, self.replicas)
-            if user.get("tensor_parallel_size", 1) == user.get("pipeline_parallel_size", 1) == 1:
+            parallel = {field: user[field] for field in PARALLEL_SIZES if field in user}
+            defaults = cpu_defaults(spec, facts, self.machine, self._all_processes(), parallel)
+            if _ranks(spec.name, user) == 1:
                 defaults["distributed_executor_backend"] = "uni"
         if self.config.batch_dir is not None:
             defaults["scheduling_policy"] = BY_PRIORITY
@@ -185,7 +194,7 @@ class _Planner:
             the latter is empty.
         """
         if self.machine.platform == "cpu":
-            check_cpu(self.config, self.user, self.machine)
+            check_cpu(self.pipeline.stages, self.config, self.user, self.machine, self.processes)
             return {spec.name: ((),) * self.config.stage(spec.name).replicas for spec in self.pipeline.stages}, ()
         for spec in self.pipeline.stages:
             stage = self.config.stage(spec.name)
@@ -195,7 +204,7 @@ class _Planner:
                 )
         sizes = self.machine.device_bytes if all(stage.weights for stage in self.facts.values()) else ()
         demands = [self._demand(spec, known=bool(sizes)) for spec in self.pipeline.stages]
-        placed = place(demands, self.machine.device_count)
+        placed = place(demands, self.machine.device_count, sizes)
         utilizations, sheets = divide(demands, placed, sizes or (NOMINAL_DEVICE,) * self.machine.device_count)
         for name, value in utilizations.items():
             self.args[name].setdefault("gpu_memory_utilization", value)
@@ -225,19 +234,29 @@ class _Planner:
             kv_bytes=args.get("kv_cache_memory_bytes") if known else None,
         )
 
+    def _all_processes(self) -> int:
+        return max(1, sum(self.processes.values()))
+
     def _stage(self, spec: StageSpec, devices: tuple[Devices, ...]) -> StagePlan:
         stage = self.config.stage(spec.name)
-        env = cpu_environment(stage, self.machine, self.replicas) if self.machine.platform == "cpu" else {}
+        env = stage.env
+        if self.machine.platform == "cpu":
+            env = cpu_environment(stage_path(spec.name), stage, self.machine, self._all_processes())
         return StagePlan(
             name=spec.name,
             part_of=spec.part_of,
             engine_args=self.args[spec.name],
-            env={**env, **stage.env},
+            env=env,
             replicas=tuple(ReplicaPlan(id=ReplicaId(spec.name, i), devices=ids) for i, ids in enumerate(devices)),
             params={**spec.defaults, **stage.params},
             params_type=spec.params,
             accepts=spec.accepts,
         )
+
+
+def _ranks(stage: str, args: Mapping[str, Any]) -> int:
+    """Return the number of processes of a replica that compute, one for each device on a CUDA machine."""
+    return math.prod(parallel_size(stage_path(stage), field, args) for field in PARALLEL_SIZES)
 
 
 def _encoder_caches(sheets: tuple[Sheet, ...]) -> dict[str, int]:
@@ -259,8 +278,10 @@ def _check(pipeline: PipelineSpec, config: OmniConfig) -> None:
     """Raise ConfigError if the configuration is for another pipeline, or its settings contradict each other."""
     if config.pipeline not in (None, pipeline.name):
         raise ConfigError(f"pipeline: the stage config is for '{config.pipeline}', but the model is '{pipeline.name}'")
-    for name in config.stages:
+    for name, stage in config.stages.items():
         pipeline.stage(name)
+        if stage.replicas > MOST_REPLICAS:
+            raise ConfigError(f"{stage_path(name)}.replicas: must be <= {MOST_REPLICAS}, got {stage.replicas}")
     known = [*pipeline.chunks(), ADAPTIVE]
     for name in config.chunks:
         if name not in known:

@@ -139,7 +139,7 @@ WRONG: dict[str, list[Any]] = {
     "seed": [-1, 2**63],
     "cfg_text_scale": [float("inf")],
     "cfg_img_scale": ["2"],
-    "cfg_interval": [(0.5,), (0.9, 0.1), 0.5],
+    "cfg_interval": [(0.5,), (0.9, 0.1), 0.5, (0.4, 1.2), (-0.1, 1.0), (40, 100)],
     "cfg_renorm_type": ["none", ["global"]],
     "cfg_renorm_min": [1.5],
     "think": ["yes"],

@@ -134,6 +134,7 @@ def test_unchanged_settings_are_shared_and_not_copied() -> None:
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "session.tools[0].type", "unsupported_value"),
         ({"tools": [{"type": "function"}]}, "session.tools[0].name", "missing_required_parameter"),
         ({"tool_choice": "any"}, "session.tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "session.tool_choice", "unsupported_value"),
         ({"prompt": {"id": "x"}}, "session.prompt", "unsupported_value"),
         ({"reasoning": {"effort": "low"}}, "session.reasoning", "unsupported_value"),
         ({"tracing": {"workflow_name": "a"}}, "session.tracing", "unsupported_value"),
@@ -210,7 +211,7 @@ def test_the_transcription_of_an_adapter_is_updated(given: dict[str, Any]) -> No
 
 def test_a_transcription_session_is_refused() -> None:
     error = error_of(Driver().send("session.update", session={"type": "transcription"}))
-    assert error["param"] == "session.type"
+    assert (error["param"], error["code"]) == ("session.type", "unsupported_value")
 
 
 def test_the_voice_cannot_change_after_the_first_sound() -> None:
@@ -315,6 +316,12 @@ def test_a_wrong_item_is_refused_by_the_path_of_its_field(item: dict[str, Any], 
     driver = Driver()
     assert error_of(driver.send("conversation.item.create", item=item))["param"] == param
     assert driver.checker.items == []
+
+
+@pytest.mark.parametrize("kind", ["mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"])
+def test_items_of_mcp_are_not_supported(kind: str) -> None:
+    error = error_of(Driver().send("conversation.item.create", item={"type": kind}))
+    assert (error["param"], error["code"]) == ("item.type", "unsupported_value")
 
 
 def test_an_unknown_item_and_a_used_id_are_refused() -> None:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ import pytest_asyncio
 import soundfile
 import uvicorn
 import websockets
+from fastapi import FastAPI
 from PIL import Image
 
 from tests.serving.conftest import MODEL
@@ -31,7 +33,10 @@ from vllm_omni_ext.errors import PromptTooLong, StageUnavailable
 from vllm_omni_ext.metrics import ERRORS
 from vllm_omni_ext.modalities.sound import pcm16
 from vllm_omni_ext.serving.limits import media
+from vllm_omni_ext.serving.realtime import onnx
 from vllm_omni_ext.serving.realtime.limits import Limits
+from vllm_omni_ext.serving.realtime.socket import OmniServingRealtime
+from vllm_omni_ext.serving.served import ServedModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -544,6 +549,25 @@ async def test_turns_are_answered_and_interrupt_the_answer(address: str, engine:
     assert engine.calls[0].closed
     kinds = [event.type for event in client.events]
     assert kinds.count("input_audio_buffer.speech_started") == kinds.count("input_audio_buffer.committed") == 2
+
+
+@pytest.mark.parametrize(("index", "replaced"), [(0, None), (1, None), (0, {})])
+async def test_the_first_api_server_logs_why_a_type_of_turn_detection_is_not_available(
+    index: int,
+    replaced: Any,
+    server_parts: tuple[ScriptedOmni, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    omni, find = copy.copy(server_parts[0]), onnx.find_spec
+    omni.connections = SimpleNamespace(**{**vars(omni.connections), "client_index": index, "ready_responses": replaced})
+    monkeypatch.setattr(omni, "at_stop", [])
+    monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "pipecat" else find(name))
+    made = OmniServingRealtime(FastAPI(), ServedModel(omni), None, [])
+    assert made.detectors == ("server_vad",)
+    reason = "semantic_vad: Smart Turn is not installed; install it with: pip install --no-deps pipecat-ai==1.14.0"
+    first = [f"/v1/realtime: turn detection is not available: {reason}"]
+    assert [each.getMessage() for each in caplog.records] == (first if (index, replaced) == (0, None) else [])
 
 
 # -- keys, limits and the end -----------------------------------------------------------------------------------

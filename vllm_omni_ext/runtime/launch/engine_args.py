@@ -62,7 +62,7 @@ def any_replica_args(
         api_process: see `stage_engine_args`.
     """
     stage = plan.stage(stage_name)
-    values = {name: _value(stage.name, name, value) for name, value in stage.engine_args.items()}
+    values = {name: engine_value(stage.name, name, value) for name, value in stage.engine_args.items()}
     if devices:
         values["device_ids"] = list(devices)
         values["additional_config"] = {**values.get("additional_config", {}), DEVICES: list(devices)}
@@ -119,7 +119,12 @@ def as_asked(config: VllmConfig, args: AsyncEngineArgs) -> VllmConfig:
     return config
 
 
-def _value(stage: str, name: str, value: Any) -> Any:
+def engine_value(stage: str, name: str, value: Any) -> Any:
+    """Return the object that vLLM expects for an engine argument of a stage, e.g. a config for a mapping.
+
+    Raises:
+        ConfigError: vLLM does not accept the value.
+    """
     if isinstance(value, WithOverrides):
         return ThenStage(value.function, value.overrides)
     if name == HF_OVERRIDES and isinstance(value, str):

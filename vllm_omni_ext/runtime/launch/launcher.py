@@ -58,7 +58,7 @@ from vllm_omni_ext.runtime.launch.inherit import (
 )
 from vllm_omni_ext.runtime.launch.logs import Logs
 from vllm_omni_ext.runtime.launch.progress import Listener, Progress
-from vllm_omni_ext.topology.machine import THREADS, chosen_environment
+from vllm_omni_ext.topology.machine import THREADS, chosen_environment, number_of_threads
 from vllm_omni_ext.topology.placement import Turns, devices_of
 from vllm_omni_ext.topology.plan import Plan
 from vllm_omni_ext.wire import loading
@@ -296,7 +296,7 @@ class Deployment:
             preload(config)
         ours = EngineZmqAddresses(inputs=[i for i, _ in addresses], outputs=[o for _, o in addresses])
         launch = launch_core_engines(config, Executor.get_class(config), True, ours)
-        threads = int(self.plan.stage(replica.stage).env.get(THREADS, 1))
+        threads = number_of_threads(self.plan.stage(replica.stage).env)
         name, variables = self.name_of(replica), {}
         if self._identity_of is not None:
             variables = self._identity_of(replica).variable()

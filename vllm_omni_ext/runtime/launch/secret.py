@@ -59,7 +59,7 @@ def with_secret(plan: Plan, *, headless: bool, tell: Callable[[str], None]) -> P
             )
         return plan
     if cluster.cluster_secret_file is not None:
-        file = Path(cluster.cluster_secret_file).expanduser()
+        file = Path(os.path.expanduser(cluster.cluster_secret_file))
         if read_by_others(file):
             tell(f"warning: the cluster secret can be read by other users: chmod 600 {file}")
     elif headless and not is_here(cluster.master_address):

@@ -22,9 +22,10 @@ from vllm_omni_ext.serving.realtime.events import (
     SystemMessage,
     UserContent,
     UserMessage,
+    unsupported,
 )
 from vllm_omni_ext.serving.realtime.limits import Limits
-from vllm_omni_ext.serving.realtime.settings import Settings, unsupported
+from vllm_omni_ext.serving.realtime.settings import Settings
 from vllm_omni_ext.serving.realtime.sound import SHORTEST_MS, Sound, decoded
 
 ROOT = "root"

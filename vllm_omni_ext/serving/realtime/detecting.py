@@ -21,20 +21,27 @@ KEPT_S = 2 * smart_turn.SECONDS
 
 Frames = list[tuple[float, float]]
 
+_MODELS = {"server_vad": vad.model_file, "semantic_vad": smart_turn.model_file}
+
 
 def available() -> tuple[str, ...]:
     """Return the types of turn detection whose models are installed, the default first.
 
     The types are "server_vad" and "semantic_vad"; empty if the model of "server_vad" is not installed.
     """
-    found = []
-    for kind, check in (("server_vad", vad.model_file), ("semantic_vad", smart_turn.model_file)):
+    absent = missing()
+    return () if "server_vad" in absent else tuple(kind for kind in _MODELS if kind not in absent)
+
+
+def missing() -> dict[str, str]:
+    """Return the types of turn detection whose models are not installed, with the reasons."""
+    absent = {}
+    for kind, check in _MODELS.items():
         try:
             check()
-        except ConfigError:
-            continue
-        found.append(kind)
-    return tuple(found) if found[:1] == ["server_vad"] else ()
+        except ConfigError as error:
+            absent[kind] = str(error)
+    return absent
 
 
 class _Needed(Exception):

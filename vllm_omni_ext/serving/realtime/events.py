@@ -17,6 +17,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from vllm_omni_ext.serving.realtime.limits import values
 from vllm_omni_ext.serving.responses import printable
@@ -32,6 +33,9 @@ MISSING, UNKNOWN, WRONG_TYPE, WRONG_VALUE = (
 UNSUPPORTED = "unsupported_value"
 """This and the four constants above are error codes of wrong fields. UNSUPPORTED: the protocol allows the field or its
 value, but this server does not support it."""
+
+NOT_AVAILABLE = "is not available"
+NO_MCP = "this server calls no MCP servers; use functions"
 
 MOST_TOKENS = 4096
 """Largest `max_output_tokens` of the protocol other than `inf`."""
@@ -74,6 +78,16 @@ class ClientError(Exception):
         return {"type": "error", "error": error}
 
 
+def unsupported(param: str, reason: str) -> ClientError:
+    """Return the error for a field of the protocol, or a value of it, that this server does not support."""
+    return ClientError(f"{param}: {NOT_AVAILABLE}: {reason}", code=UNSUPPORTED, param=param)
+
+
+def _unsupported(reason: str) -> PydanticCustomError:
+    """Return the error by which a validator refuses a value of the protocol; see `unsupported`."""
+    return PydanticCustomError(UNSUPPORTED, "{text}", {"text": f"{NOT_AVAILABLE}: {reason}"})
+
+
 class Strict(BaseModel):
     """Base class of the protocol's objects. It refuses unknown fields, and does not convert values to other types."""
 
@@ -114,6 +128,12 @@ def _few_pairs(value: Any) -> Any:
 def _metadata(value: dict[str, str]) -> dict[str, str]:
     if any(len(key) > METADATA_KEY or len(text) > METADATA_VALUE for key, text in value.items()):
         raise ValueError(f"a key may have {METADATA_KEY} characters, a value {METADATA_VALUE}")
+    return value
+
+
+def _of_conversation(value: Any) -> Any:
+    if value == "transcription":
+        raise _unsupported("use `audio.input.transcription` of a session")
     return value
 
 
@@ -243,6 +263,8 @@ def _tool_choice(value: Any) -> Any:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
         return FunctionChoice.model_validate(value).model_dump()
+    if isinstance(value, dict) and value.get("type") == "mcp":
+        raise _unsupported(NO_MCP)
     raise ValueError('must be "none", "auto", "required" or {"type": "function", "name": ...}')
 
 
@@ -273,7 +295,7 @@ class Inference(Strict):
 class SessionFields(Inference):
     """`session` of `session.update`; `null` sets a field to its default."""
 
-    type: Literal["realtime"]
+    type: Annotated[Literal["realtime"], BeforeValidator(_of_conversation)]
     model: str | None = None
     audio: Audio | None = None
     include: Any = None
@@ -389,6 +411,7 @@ _ITEMS: dict[str, type[Strict]] = {
     "function_call_output": FunctionCallOutput,
     "item_reference": ItemReference,
 }
+_MCP_ITEMS = frozenset({"mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"})
 
 
 def read_item(data: Mapping[str, Any], path: str) -> Strict:
@@ -409,6 +432,8 @@ def read_item(data: Mapping[str, Any], path: str) -> Strict:
             raise ClientError(f"{path}.role: must be one of {names}", code=WRONG_VALUE, param=f"{path}.role")
         return read(model, data, path)
     found = _ITEMS.get(kind) if isinstance(kind, str) else None
+    if isinstance(kind, str) and kind in _MCP_ITEMS:
+        raise unsupported(f"{path}.type", NO_MCP)
     if found is None:
         names = ", ".join(("message", *_ITEMS))
         raise ClientError(f"{path}.type: must be one of {names}", code=WRONG_VALUE, param=f"{path}.type")
@@ -635,6 +660,8 @@ def as_client_error(error: ValidationError, path: str) -> ClientError:
         return ClientError(f"{found}: is unknown", code=UNKNOWN, param=found)
     if kind == "missing":
         return ClientError(f"{found}: is missing", code=MISSING, param=found)
+    if kind == UNSUPPORTED:
+        return ClientError(f"{found}: {message}", code=UNSUPPORTED, param=found)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         found = f"{found}.type"
     code = WRONG_TYPE if kind.endswith(("_type", "_parsing")) or kind == "model_type" else WRONG_VALUE

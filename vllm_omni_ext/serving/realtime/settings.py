@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vllm_omni_ext.errors import RequestError
 from vllm_omni_ext.modalities.base import AUDIO, TEXT
 from vllm_omni_ext.serving.realtime.events import (
+    NO_MCP,
     UNSUPPORTED,
     WRONG_VALUE,
     Audio,
@@ -25,6 +26,7 @@ from vllm_omni_ext.serving.realtime.events import (
     Strict,
     Transcription,
     read,
+    unsupported,
 )
 
 Settings = dict[str, Any]
@@ -43,8 +45,6 @@ TRANSCRIBERS = frozenset(
     }
 )
 """Values of `transcription.model` in OpenAI's API. They are allowed, and the served model transcribes."""
-
-NOT_AVAILABLE = "is not available"
 
 REFUSED: Mapping[str, str] = {
     "prompt": "stored prompts do not exist; send `instructions`",
@@ -219,11 +219,6 @@ def _check_tracing(given: Any, path: str) -> None:
         raise ClientError(f'{path}: must be "auto" or null', code=WRONG_VALUE, param=path)
 
 
-def unsupported(param: str, reason: str) -> ClientError:
-    """Return the error for a field of the protocol, or a value of it, that this server does not support."""
-    return ClientError(f"{param}: {NOT_AVAILABLE}: {reason}", code=UNSUPPORTED, param=param)
-
-
 def _inference(fields: Inference, offer: Offer, path: str, default: Settings) -> Settings:
     """Return new values of the fields of `Inference` that the client has set; `null` becomes the value of `default`."""
     new: Settings = {}
@@ -256,7 +251,7 @@ def read_tools(tools: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
     found = []
     for index, each in enumerate(tools):
         if each.get("type") == "mcp":
-            raise unsupported(f"{path}[{index}].type", "this server calls no MCP servers; use functions")
+            raise unsupported(f"{path}[{index}].type", NO_MCP)
         found.append(read(FunctionTool, each, f"{path}[{index}]").model_dump(exclude_none=True))
     return found
 

@@ -1,11 +1,10 @@
 """Computes the probability that a turn is complete, with Smart Turn v3 (BSD-2-Clause).
 
-The weights are a file of the package pipecat-ai, or a file of the user.
+The weights are a file of the package pipecat-ai.
 """
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,16 @@ SECONDS = 8
 MEL_BANDS = 80
 INPUT = "input_features"
 FILE = "audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx"
-ADVICE = "install it with: pip install --no-deps pipecat-ai==1.14.0; or set the path of a smart-turn-v3 ONNX file"
+ADVICE = "install it with: pip install --no-deps pipecat-ai==1.14.0"
 
 
-def model_file(path: str | os.PathLike[str] | None = None) -> Path:
+def model_file() -> Path:
     """Return the path of the model's ONNX file.
 
-    Args:
-        path: a file of the user; None: the file in the package pipecat-ai.
-
     Raises:
-        ConfigError: the file does not exist, or onnxruntime is not installed.
+        ConfigError: onnxruntime or pipecat-ai is not installed.
     """
     onnx.require_runtime("semantic_vad")
-    if path is not None:
-        if not Path(path).is_file():
-            raise ConfigError(f"semantic_vad: {os.fspath(path)}: there is no such file")
-        return Path(path)
     file = onnx.packaged("pipecat", FILE)
     if file is None:
         raise ConfigError(f"semantic_vad: Smart Turn is not installed; {ADVICE}")
@@ -53,8 +45,8 @@ class SmartTurn:
         ConfigError: see `model_file`.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._file = model_file(path)
+    def __init__(self) -> None:
+        self._file = model_file()
 
     def completeness(self, samples: Samples) -> float:
         """Return the probability that a turn is complete. A call takes 20 to 100 ms.

@@ -28,7 +28,7 @@ from vllm_omni_ext.serving.options import check
 from vllm_omni_ext.serving.realtime import settings
 from vllm_omni_ext.serving.realtime.client_secrets import PREFIX, ClientSecrets, WrongSecret
 from vllm_omni_ext.serving.realtime.connection import Connection, new_id
-from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available
+from vllm_omni_ext.serving.realtime.detecting import SpeechFrames, available, missing
 from vllm_omni_ext.serving.realtime.events import (
     UNKNOWN,
     WRONG_VALUE,
@@ -37,6 +37,7 @@ from vllm_omni_ext.serving.realtime.events import (
     Strict,
     check_values,
     read,
+    unsupported,
 )
 from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.settings import Offer
@@ -105,6 +106,10 @@ class OmniServingRealtime:
         self._model = model
         self._models = models
         self.detectors = available()
+        connections = model.omni.connections
+        if connections.client_index == 0 and connections.ready_responses is None:  # logged once in a deployment
+            for reason in missing().values():
+                logger.warning("/v1/realtime: turn detection is not available: %s", reason)
         self.speech: Callable[[], SpeechFrames] = SpeechFrames
         """Creates the object that computes the turn detection of one session."""
         self._metrics = model.omni.observer.metrics
@@ -241,7 +246,7 @@ def _check_query(websocket: WebSocket) -> None:
     """
     for name in websocket.query_params:
         if name in REFUSED_QUERY:
-            raise settings.unsupported(name, REFUSED_QUERY[name])
+            raise unsupported(name, REFUSED_QUERY[name])
         if name not in QUERY:
             raise ClientError(f"{name:.100}: is unknown", code=UNKNOWN, param=f"{name:.100}")
 
