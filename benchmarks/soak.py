@@ -71,6 +71,13 @@ The threads of connections, from ZeroMQ, are not included.
 """
 MESSAGE_THREADS = 2
 """Threads of a ZeroMQ context that pyzmq creates in a process with the first large message."""
+SOURCES, SOURCE_CONNECTIONS, SOURCE_THREADS = 2, 2, 3
+"""Number of thinker processes from which a talker may read its first hidden states between two levels, and the threads
+for each of them: of ZeroMQ, and all.
+
+The threads of an ended thinker process stay until a talker has more than 8 unused ones
+(`vllm_omni_ext.engine.edge_receiver`).
+"""
 VICTIMS = ("talker/1", "code2wav/1", "thinker/0", "talker/0", "api_server/1", "coordinator", "api_server/0")
 """Processes to kill, in this order: engines need the longest time to reach their final level, so they come first."""
 FLAGS = ("--served-model-name", MODEL, "--max-model-len", "2048", "--api-server-count", "2")
@@ -175,8 +182,11 @@ def late_threads(kind: str, name: str) -> int:
         kind: "threads", "threads of connections" or another resource.
         name: of the process.
     """
-    late = {"threads": POOLED_THREADS + MESSAGE_THREADS, "threads of connections": MESSAGE_THREADS}
-    return late.get(kind, 0) if name.startswith("api_server") else 0
+    late = {
+        "api_server": {"threads": POOLED_THREADS + MESSAGE_THREADS, "threads of connections": MESSAGE_THREADS},
+        "talker": {"threads": SOURCES * SOURCE_THREADS, "threads of connections": SOURCES * SOURCE_CONNECTIONS},
+    }
+    return late.get(name.partition("/")[0], {}).get(kind, 0)
 
 
 @dataclass
