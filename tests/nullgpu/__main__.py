@@ -1,4 +1,4 @@
-"""`python -m tests.nullgpu [NAME ...]`: start scenarios, most twice with one compile cache, and check the counters."""
+"""`python -m tests.nullgpu [NAME ...]`: start scenarios, one of each model twice, and check the counters."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Scenario:
         steps: sent or done one after the other.
         program: a file next to this one that runs `LLM(MODEL, omni=True)` instead of a server.
         compiles: kernels that requests may compile.
-        once: started once. Its kernels are those of a scenario before it, so this start has a compile cache already.
+        once: started once. Another scenario of its model shows that a start with a compile cache compiles nothing.
     """
 
     name: str
@@ -174,6 +174,7 @@ SCENARIOS = (
             Restart(name="the thinker's process is killed", replica="thinker/0"),
             replace(VIDEOS[2], name="video for the next thinker"),
         ),
+        once=True,
     ),
     Scenario(
         name="fp8-channel",
@@ -181,6 +182,7 @@ SCENARIOS = (
         gpu=H100,
         flags=("--quantization", "fp8_per_channel", "--quantization-config", NOT_QUANTIZED),
         steps=(SHORT, IMAGE),
+        once=True,
     ),
     Scenario(
         name="two",
@@ -189,6 +191,7 @@ SCENARIOS = (
         devices=2,
         flags=LIMIT,
         steps=(SHORT, AGAIN, IMAGE, VIDEOS[2], TOO_LARGE, AFTER),
+        once=True,
     ),
     Scenario(
         name="prefill-decode",
@@ -240,6 +243,7 @@ SCENARIOS = (
             ),
             AFTER,
         ),
+        once=True,
     ),
     Scenario(name="bagel", model="bagel", gpu=H100, steps=PICTURES, compiles=IMAGE_KERNEL),
     Scenario(name="bagel-h200", model="bagel", gpu=H200, steps=PICTURES, compiles=IMAGE_KERNEL, once=True),
@@ -250,5 +254,6 @@ SCENARIOS = (
         flags=("--stage-config", "bagel_single"),
         steps=PICTURES,
         compiles=IMAGE_KERNEL,
+        once=True,
     ),
 )
