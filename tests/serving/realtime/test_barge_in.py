@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tests.support.loop_clock import settle, stopped_clock
-from tests.support.realtime import OFFER, PCM_MS, Checker, Driver
+from tests.support.realtime import OFFER, PCM_MS, Checker, Driver, Speech
 from vllm_omni_ext.connectors.playback import Player
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.modalities.chunks import AudioChunk
@@ -36,26 +36,6 @@ SPEAK = {"type": "input_audio_buffer.append", "audio": SPEECH}
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 600), st.integers(1, 900)), min_size=1, max_size=12)
 """Milliseconds before a chunk of the model's sound, and of the chunk."""
-
-
-class Speech:
-    """Turn detection whose frames have 50 ms; sound that is not silent is speech."""
-
-    def __init__(self) -> None:
-        self._ms = 0.0
-
-    def begin(self, sound_format: Any, from_ms: float) -> None:
-        self._ms = from_ms
-
-    def completeness(self, start_ms: float, end_ms: float) -> float:
-        raise AssertionError
-
-    async def push(self, data: bytes, detector: Any) -> list[tuple[float, float]]:
-        frames = []
-        for at in range(0, len(data), 50 * PCM_MS):
-            self._ms += 50
-            frames.append((self._ms, float(any(data[at : at + 50 * PCM_MS]))))
-        return frames
 
 
 class Chat:
@@ -130,7 +110,7 @@ async def interrupted(chunks: list[tuple[int, int]], at_ms: int, event: dict[str
         client = Listener(clock)
         websocket = WebSocket({"type": "websocket", "headers": []}, client.to_server.get, client.receive)
         limits, metrics = Limits(idle_s=1e6, session_s=1e6), Metrics("tiny", CollectorRegistry())
-        connection = Connection(websocket, OFFER, limits, Chat(chunks), metrics, speech=Speech(), clock=clock)  # type: ignore[arg-type]
+        connection = Connection(websocket, OFFER, limits, Chat(chunks), metrics, speech=Speech(50), clock=clock)  # type: ignore[arg-type]
         await websocket.accept()
         serving = asyncio.create_task(connection.run())
         client.send({"type": "response.create", "response": {"instructions": "Count."}})

@@ -15,7 +15,7 @@ from fastapi import WebSocket
 from prometheus_client import CollectorRegistry
 
 from tests.support.loop_clock import settle, stopped_clock
-from tests.support.realtime import MANUAL, OFFER, PCM_MS, silence
+from tests.support.realtime import MANUAL, OFFER, PCM_MS, Speech, silence
 from vllm_omni_ext.metrics import Metrics
 from vllm_omni_ext.serving import server
 from vllm_omni_ext.serving.realtime import answering
@@ -61,25 +61,19 @@ class Client:
         self.log.append(self.events[-1]["type"])
 
 
-class Speech:
+class AllSpeech(Speech):
     """Turn detection in which all sound is speech. It records the pieces, and whether a turn has begun before each."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.pieces: list[bytes] = []
         self.speaking: list[bool] = []
-        self._ms = 0.0
-
-    def begin(self, sound_format: Any, from_ms: float) -> None:
-        self._ms = from_ms
-
-    def completeness(self, start_ms: float, end_ms: float) -> float:
-        raise AssertionError
 
     async def push(self, data: bytes, detector: Any) -> list[tuple[float, float]]:
         self.pieces.append(data)
         self.speaking.append(detector.speaking)
-        self._ms += len(data) / PCM_MS
-        return [(self._ms, 1.0)]
+        self.ms += len(data) / PCM_MS
+        return [(self.ms, 1.0)]
 
 
 class Chat:
@@ -105,7 +99,7 @@ async def served(client: Client, speech: Any = None, **limits: Any) -> AsyncIter
         Limits(**{"idle_s": IDLE_S, "session_s": 1e6} | limits),
         Chat(),  # type: ignore[arg-type]
         Metrics("tiny", CollectorRegistry()),
-        speech=speech or Speech(),
+        speech=speech or AllSpeech(),
     )
     await websocket.accept()
     serving = asyncio.create_task(connection.run())
@@ -132,7 +126,7 @@ def retrieves(count: int, ms: float) -> list[dict[str, Any]]:
 
 
 async def test_large_sound_passes_turn_detection_in_pieces_and_each_begins_after_the_turns_of_the_others() -> None:
-    speech = Speech()
+    speech = AllSpeech()
     sound = bytes(range(250)) * (3 * DETECT_BYTES // 250 + 2)
     client = Client({"type": "input_audio_buffer.append", "audio": base64.b64encode(sound).decode()})
     async with served(client, speech):

@@ -26,7 +26,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from tests.serving.conftest import MODEL
-from tests.support.realtime import Checker, silence
+from tests.support.realtime import Checker, Speech, silence
 from tests.support.scripted import ScriptedOmni, sound
 from vllm_omni_ext.config import schema
 from vllm_omni_ext.errors import PromptTooLong, StageUnavailable
@@ -499,31 +499,10 @@ async def test_wrong_events_get_errors_with_their_ids(address: str, engine: Scri
 # -- turns ------------------------------------------------------------------------------------------------------
 
 
-class Spoken:
-    """Turn detection for which sound is speech if it is not silent."""
-
-    def __init__(self) -> None:
-        self.ms = 0.0
-
-    def begin(self, sound_format: Any, from_ms: float) -> None:
-        self.ms = from_ms
-
-    def completeness(self, start_ms: float, end_ms: float) -> float:
-        raise AssertionError
-
-    async def push(self, data: bytes, detector: Any) -> list[tuple[float, float]]:
-        frames = []
-        for at in range(0, len(data), 960):
-            piece = data[at : at + 960]
-            self.ms += len(piece) / 48
-            frames.append((self.ms, float(any(piece))))
-        return frames
-
-
 @pytest.fixture
 def detecting(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving(app), "detectors", ("server_vad",))
-    monkeypatch.setattr(serving(app), "speech", Spoken)
+    monkeypatch.setattr(serving(app), "speech", Speech)
 
 
 LOUD = base64.b64encode(b"\x20" * 48 * 200).decode()
