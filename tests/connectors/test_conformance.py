@@ -17,6 +17,7 @@ from vllm_omni_ext.errors import ConfigError
 KEYS = Keys.derive(b"correct horse battery staple")
 
 
+@pytest.mark.slow
 class TestSharedMemory(Conformance):
     config = ConnectorConfig(name="shared_memory")
 
@@ -25,6 +26,7 @@ class TestTcp(Conformance):
     config = ConnectorConfig(name="tcp")
 
 
+@pytest.mark.slow
 class TestTcpWithKeys(Conformance):
     config = ConnectorConfig(name="tcp", listening=KEYS.listening, connecting=KEYS.connecting)
 

@@ -23,6 +23,8 @@ from vllm_omni_ext.coordinator.keys import Keys
 from vllm_omni_ext.patches import engine_sockets
 from vllm_omni_ext.runtime.client.replica import Client, addresses
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 30.0
 QUIET_S = 0.5
 KEYS = Keys.derive(b"correct horse battery staple")

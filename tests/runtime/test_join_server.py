@@ -47,6 +47,8 @@ from vllm_omni_ext.runtime.supervise.process_watcher import ChildSupervisor
 from vllm_omni_ext.topology.placement import Turns
 from vllm_omni_ext.topology.plan import Headless
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 15.0
 KEY = "the head's"
 LATE_S = 0.3
