@@ -112,9 +112,9 @@ class Witness:
         self.watcher = watcher
         self.changes: list[Any] = []
 
-    async def until(self, wanted: Callable[[View], bool], within_s: float = PATIENCE_S) -> View:
+    async def until(self, wanted: Callable[[View], bool]) -> View:
         """The next view for which `wanted` is true."""
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(PATIENCE_S):
             async for view, changes in self.watcher:
                 self.changes.extend(changes)
                 if wanted(view):
