@@ -273,6 +273,17 @@ def test_variables_for_data_parallel_ranks_are_refused(
     assert error_of(model).startswith(f"{name}: replicas replace")
 
 
+def test_the_http_server_in_rust_is_refused_where_an_http_server_starts(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headless = ("--headless", "--stage", "talker", "-oma", "127.0.0.1", "-omp", "9")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
+    assert plan_of(model)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert error_of(model).startswith("VLLM_USE_RUST_FRONTEND: with --omni the HTTP server")
+    assert plan_of(model, *headless)
+
+
 def test_folders_may_begin_with_the_home_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert plan_of(model, "--omni-log-dir", "~/logs").config.log_dir == str(tmp_path / "logs")

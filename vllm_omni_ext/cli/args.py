@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -203,25 +204,31 @@ REFUSED: Mapping[str, tuple[frozenset[object], str]] = {
 }
 """vLLM's arguments that are refused with `--omni`: (values that have no effect and are accepted; error text)."""
 
+RUST_SERVER = "VLLM_USE_RUST_FRONTEND"
+"""Environment variable with which vLLM starts its HTTP server in Rust."""
+
 _HEADLESS_SERVERS = (None, 0, 1)
 """Values of `--api-server-count` that are accepted with `--headless`: unset, vLLM's 0, and this package's default."""
 
 
 def check_flags(args: argparse.Namespace, given: Collection[str], *, frontend: str) -> None:
-    """Refuse vLLM's flags in `REFUSED`, and flags of API servers with `--headless`.
+    """Refuse vLLM's flags in `REFUSED`, flags of API servers with `--headless`, and vLLM's HTTP server in Rust.
 
     Args:
         given: names of the arguments that the user has set.
         frontend: name of the stage that writes text, for the advice in error messages.
 
     Raises:
-        ConfigError: a flag in `given` is refused; the message starts with the flag and its value.
+        ConfigError: a flag in `given` is refused; the message starts with the flag and its value. Or the environment
+            variable `RUST_SERVER` is refused; the message starts with its name.
     """
     names = REFUSED.keys() & set(given)
     if args.headless and args.api_server_count not in _HEADLESS_SERVERS:
         raise ConfigError(f"--api-server-count {args.api_server_count}: --headless starts no API server; remove it")
     if args.headless and args.omni_playground:
         raise ConfigError("--omni-playground: --headless starts no API server; remove it")
+    if not args.headless and os.environ.get(RUST_SERVER, "0") != "0":
+        raise ConfigError(f"{RUST_SERVER}: with --omni the HTTP server is vLLM's in Python; unset it")
     for name in sorted(names):
         harmless, advice = REFUSED[name]
         value = getattr(args, name)
