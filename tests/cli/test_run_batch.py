@@ -17,6 +17,8 @@ from vllm_omni_ext.batch import running
 from vllm_omni_ext.cli import run_batch
 from vllm_omni_ext.errors import ConfigError, OmniError
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 
 

@@ -22,6 +22,7 @@ class TestSharedMemory(Conformance):
     config = ConnectorConfig(name="shared_memory")
 
 
+@pytest.mark.slow
 class TestTcp(Conformance):
     config = ConnectorConfig(name="tcp")
 

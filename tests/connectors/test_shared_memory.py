@@ -94,6 +94,7 @@ def test_nothing_is_left_when_both_ends_are_killed() -> None:
     eventually(lambda: not made & set(sockets()), "the name of a killed producer is still taken")
 
 
+@pytest.mark.slow
 def test_a_chunk_whose_memory_is_used_again_while_it_is_read_is_forgotten(
     ends: tuple[SharedProducer, SharedConsumer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

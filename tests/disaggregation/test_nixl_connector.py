@@ -36,6 +36,7 @@ def listens(connector: OmniNixlConnector) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_the_listener_takes_the_only_free_port_of_the_range(
     connector: OmniNixlConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_range_without_a_free_port_is_an_error_and_no_endless_wait(
         connector.set_xfer_handshake_metadata_pp_aware({})
 
 
+@pytest.mark.slow
 def test_without_a_range_the_system_chooses_the_port(
     connector: OmniNixlConnector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

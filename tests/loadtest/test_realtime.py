@@ -106,6 +106,7 @@ async def test_a_spoken_turn_lasts_as_long_as_its_sound_and_times_count_from_its
     assert twice.ended_at - twice.began_at >= 0.15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn_detection", ["server_vad", "semantic_vad"])
 async def test_a_server_that_detects_turns_gets_silence_until_it_has_answered(turn_detection: str) -> None:
     script = Scripted("input_audio_buffer.append", appends=5)

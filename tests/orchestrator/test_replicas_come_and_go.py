@@ -151,6 +151,7 @@ async def test_a_stop_string_ends_the_wait_for_the_text_stage() -> None:
     await world.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ticks", range(12))
 @pytest.mark.parametrize("stage", ["voice", "sound"])
 async def test_no_answer_changes_when_a_replica_is_lost_during_a_send(stage: str, ticks: int) -> None:

@@ -24,6 +24,8 @@ from vllm_omni_ext.batch.lines import PRIORITY_HEADER
 from vllm_omni_ext.config.schema import Limits
 from vllm_omni_ext.orchestrator.admission import PRIORITY
 
+pytestmark = pytest.mark.slow
+
 MODEL, KEY = "tiny", "a-key"
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -24,6 +24,8 @@ from vllm_omni_ext.model_plugins.bagel.requests.payloads import Draw, Drawn, Pic
 from vllm_omni_ext.model_plugins.bagel.stages import drawing
 from vllm_omni_ext.wire.envelope import StageError, StageProgress
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def room(checkpoint: Path) -> Callable[..., Room]:

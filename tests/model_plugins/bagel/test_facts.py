@@ -109,6 +109,7 @@ def test_the_largest_picture_and_facts_of_the_config() -> None:
     assert {name: each.max_model_len for name, each in found.items()} == {"ar": 32768, "dit": 32768}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", [80, 141])
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_budget_of_a_device_has_the_planned_contexts(

@@ -38,7 +38,7 @@ from vllm_omni_ext.serving.realtime.limits import Limits
 from vllm_omni_ext.serving.realtime.socket import OmniServingRealtime
 from vllm_omni_ext.serving.served import ServedModel
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 KEY = "a-key"
 MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
